@@ -1,0 +1,1 @@
+//! shardmill as a library.

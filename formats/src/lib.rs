@@ -1,0 +1,22 @@
+//! Bytes to meaning: GGUF files, ggml block types and native checkpoints.
+//!
+//! No threads, no CUDA and no policy: what is cut where, and which tensor becomes which type, is the converter's to
+//! decide and the manifest's to say.
+
+pub mod checkpoint;
+pub mod config;
+mod dtype;
+mod error;
+pub mod gguf;
+pub mod manifest;
+pub mod map;
+pub mod name;
+pub mod quant;
+pub mod reader;
+mod tensor;
+
+pub use config::ModelConfig;
+pub use dtype::Dtype;
+pub use error::Error;
+pub use name::{LayerIdx, TensorName};
+pub use tensor::{Shape, TensorView, bytes_of};

@@ -1,0 +1,31 @@
+//! What a backend can refuse.
+
+use formats::Dtype;
+
+/// A device's refusal. Arguments of wrong sizes are mistakes of the caller and panic instead.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A weight type without a product here.
+    #[error("weights of type {dtype} have no product on this backend; convert the model from another quantisation")]
+    UnsupportedType {
+        /// The type.
+        dtype: Dtype,
+    },
+    /// A weight whose shape fits no operation.
+    #[error("a weight has shape {found}, expected {expected}")]
+    WeightShape {
+        /// What an operation takes.
+        expected: &'static str,
+        /// What was given.
+        found: String,
+    },
+    /// The worker threads could not be started.
+    #[error("cannot start {threads} worker threads: {cause}")]
+    Threads {
+        /// How many.
+        threads: usize,
+        /// The system's answer.
+        cause: String,
+    },
+}

@@ -1,0 +1,101 @@
+//! Argument structs of the operations: what does not change from step to step, and what a batch is.
+
+use formats::config::{RopeConfig, RouterConfig};
+use std::ops::Range;
+
+/// One rank's share of multi-head latent attention.
+#[derive(Clone, Debug)]
+pub struct MlaShape {
+    /// Heads of this rank; may be 0.
+    pub heads: usize,
+    /// `qk_nope_head_dim`
+    pub nope: usize,
+    /// `qk_rope_head_dim`
+    pub rope: usize,
+    /// `v_head_dim`
+    pub v: usize,
+    /// `kv_lora_rank`
+    pub kv_lora: usize,
+    /// Multiplies scores before the softmax.
+    pub softmax_scale: f32,
+    /// Epsilon of `kv_a_layernorm`.
+    pub eps: f32,
+    /// Rotary table; `inv_freq` has `rope / 2` values.
+    pub rotary: RopeConfig,
+}
+
+impl MlaShape {
+    /// Query values of one token: `heads * (nope + rope)`, per head nope first.
+    pub fn q_width(&self) -> usize {
+        self.heads * (self.nope + self.rope)
+    }
+
+    /// Values of one token in the cache: `kv_lora + rope`, latent first.
+    pub fn cache_width(&self) -> usize {
+        self.kv_lora + self.rope
+    }
+
+    /// Attention output of one token: `heads * v`.
+    pub fn out_width(&self) -> usize {
+        self.heads * self.v
+    }
+
+    /// Rows of this rank's `kv_b_proj`: `heads * (nope + v)`, per head nope rows first.
+    pub fn kv_b_rows(&self) -> usize {
+        self.heads * (self.nope + self.v)
+    }
+}
+
+/// Two forms of the same numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlaForm {
+    /// Queries move into the latent space; nothing is expanded per head. For few new tokens.
+    Absorbed,
+    /// Keys and values are expanded per head. For many new tokens.
+    Materialised,
+}
+
+/// A router and its experts, this rank's share.
+#[derive(Clone, Debug)]
+pub struct MoeShape {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Routed experts over all ranks.
+    pub n_routed_experts: usize,
+    /// Experts that each token visits.
+    pub num_experts_per_tok: usize,
+    /// Experts whose weights this rank holds (all of them when experts are cut by width).
+    pub local_experts: Range<usize>,
+    /// Width of each on this rank; may be 0.
+    pub intermediate: usize,
+    /// How experts are chosen.
+    pub router: RouterConfig,
+}
+
+/// Tokens of one cache block. Blocks are the unit in which a sequence's cache is laid out.
+pub const BLOCK_TOKENS: usize = 64;
+
+/// One sequence's part of a batch.
+#[derive(Clone, Debug)]
+pub struct Span<'a> {
+    /// Its rows in the batch, consecutive.
+    pub rows: Range<usize>,
+    /// Tokens of this sequence that are already in the cache: the position of its first row.
+    pub cached: usize,
+    /// Cache blocks in order: position `p` lives in `blocks[p / BLOCK_TOKENS]` at `p % BLOCK_TOKENS`. Long enough for all rows.
+    pub blocks: &'a [u32],
+    /// Which form attention takes.
+    pub form: MlaForm,
+}
+
+impl Span<'_> {
+    /// Position of the batch's row `row`, which must be one of this span's.
+    pub fn position(&self, row: usize) -> usize {
+        self.cached + (row - self.rows.start)
+    }
+
+    /// Cache slot of position `position`: block times [`BLOCK_TOKENS`] plus the place in it.
+    pub fn slot(&self, position: usize) -> usize {
+        self.blocks[position / BLOCK_TOKENS] as usize * BLOCK_TOKENS + position % BLOCK_TOKENS
+    }
+}

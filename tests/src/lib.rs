@@ -1,0 +1,1 @@
+//! Fixtures that the end-to-end tests share.
