@@ -208,14 +208,24 @@ impl ModelConfig {
         check("rms_norm_eps", self.rms_norm_eps >= 0.0, "a number >= 0", self.rms_norm_eps)?;
         check("attention.softmax_scale", a.softmax_scale > 0.0, "a number > 0", a.softmax_scale)?;
         let pairs = a.qk_rope_head_dim / 2;
-        check("attention.qk_rope_head_dim", a.qk_rope_head_dim.is_multiple_of(2), "an even number", a.qk_rope_head_dim)?;
+        check(
+            "attention.qk_rope_head_dim",
+            a.qk_rope_head_dim.is_multiple_of(2),
+            "an even number",
+            a.qk_rope_head_dim,
+        )?;
         check(
             "rope.inv_freq",
             self.rope.inv_freq.len() == pairs,
             &format!("{pairs} values, one for each pair"),
             self.rope.inv_freq.len(),
         )?;
-        check("rope.inv_freq", self.rope.inv_freq.iter().all(|f| f.is_finite()), "finite values", "NaN or infinity")?;
+        check(
+            "rope.inv_freq",
+            self.rope.inv_freq.iter().all(|f| f.is_finite()),
+            "finite values",
+            "NaN or infinity",
+        )?;
         check(
             "rope.attention_scaling",
             self.rope.attention_scaling > 0.0,
@@ -290,7 +300,9 @@ impl LayerConfig {
     fn validate(&self, layer: usize, model: &ModelConfig) -> Result<(), Error> {
         let field = |name: &str| format!("layers[{layer}].{name}");
         match self.ffn {
-            FfnConfig::Dense { intermediate_size } => positive(&field("ffn.intermediate_size"), intermediate_size)?,
+            FfnConfig::Dense { intermediate_size } => {
+                positive(&field("ffn.intermediate_size"), intermediate_size)?
+            }
             FfnConfig::Moe { moe_intermediate_size, shared_intermediate_size } => {
                 positive(&field("ffn.moe_intermediate_size"), moe_intermediate_size)?;
                 check(

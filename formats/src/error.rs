@@ -76,7 +76,9 @@ pub enum Error {
         found: String,
     },
     /// Tensors of a type that is removed or was never known.
-    #[error("tensor {tensor}: type {id} is {why} ({count} such tensors in the file); convert the model again with a type that ggml knows")]
+    #[error(
+        "tensor {tensor}: type {id} is {why} ({count} such tensors in the file); convert the model again with a type that ggml knows"
+    )]
     UnknownType {
         /// The first such tensor.
         tensor: String,
@@ -164,7 +166,9 @@ pub enum Error {
         why: String,
     },
     /// A layout of bytes this program does not know.
-    #[error("tensor {tensor}: layout {layout:?} is not known here; convert again with this version of shardmill, or run the version that wrote it")]
+    #[error(
+        "tensor {tensor}: layout {layout:?} is not known here; convert again with this version of shardmill, or run the version that wrote it"
+    )]
     Layout {
         /// The tensor.
         tensor: String,
@@ -172,7 +176,9 @@ pub enum Error {
         layout: String,
     },
     /// Bytes that do not have the digest the manifest gives.
-    #[error("{file}: digest is {found}, the manifest says {expected}; the file changed after it was written, copy or convert it again")]
+    #[error(
+        "{file}: digest is {found}, the manifest says {expected}; the file changed after it was written, copy or convert it again"
+    )]
     Digest {
         /// The file.
         file: String,

@@ -5,6 +5,7 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod digest;
 mod dtype;
 mod error;
 pub mod gguf;
@@ -16,6 +17,7 @@ pub mod reader;
 mod tensor;
 
 pub use config::ModelConfig;
+pub use digest::Digest;
 pub use dtype::Dtype;
 pub use error::Error;
 pub use name::{LayerIdx, TensorName};

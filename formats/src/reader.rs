@@ -1,1 +1,90 @@
-//! reader
+//! A little-endian cursor over untrusted bytes: cap, check, then allocate.
+
+use crate::Error;
+
+/// A cursor that names what it was reading when the bytes end.
+#[derive(Clone, Debug)]
+pub struct Reader<'a> {
+    bytes: &'a [u8],
+    position: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// A cursor at the start of `bytes`.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, position: 0 }
+    }
+
+    /// Bytes read so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Bytes left.
+    pub fn remaining(&self) -> usize {
+        self.bytes.len() - self.position
+    }
+
+    /// The next `n` bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`] naming `what` when fewer are left.
+    pub fn take(&mut self, n: usize, what: &str) -> Result<&'a [u8], Error> {
+        if n > self.remaining() {
+            return Err(Error::Truncated { what: what.to_owned(), missing: (n - self.remaining()) as u64 });
+        }
+        let taken = &self.bytes[self.position..self.position + n];
+        self.position += n;
+        Ok(taken)
+    }
+
+    /// The next `N` bytes.
+    ///
+    /// # Errors
+    /// As [`Reader::take`].
+    pub fn take_array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
+        Ok(self.take(N, what)?.try_into().expect("take returns as many bytes as asked for"))
+    }
+
+    /// The next u32.
+    ///
+    /// # Errors
+    /// As [`Reader::take`].
+    pub fn u32(&mut self, what: &str) -> Result<u32, Error> {
+        self.take_array(what).map(u32::from_le_bytes)
+    }
+
+    /// The next u64.
+    ///
+    /// # Errors
+    /// As [`Reader::take`].
+    pub fn u64(&mut self, what: &str) -> Result<u64, Error> {
+        self.take_array(what).map(u64::from_le_bytes)
+    }
+
+    /// A u64 that counts things of at least `least_bytes` each, so that it cannot exceed what is left of the bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], or [`Error::TooLarge`] naming `what`.
+    pub fn count(&mut self, least_bytes: usize, what: &str) -> Result<usize, Error> {
+        let found = self.u64(what)?;
+        let limit = (self.remaining() / least_bytes.max(1)) as u64;
+        if found > limit {
+            return Err(Error::TooLarge { what: what.to_owned(), found, limit });
+        }
+        Ok(found as usize)
+    }
+
+    /// A u64 length and as many bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`] naming `what`.
+    pub fn string(&mut self, what: &str) -> Result<&'a [u8], Error> {
+        let len = self.u64(what)?;
+        let left = self.remaining() as u64;
+        if len > left {
+            return Err(Error::Truncated { what: what.to_owned(), missing: len - left });
+        }
+        self.take(len as usize, what)
+    }
+}

@@ -99,7 +99,13 @@ impl TensorView {
             row_len: shape.row_len(),
         })?;
         if bytes.len() as u64 != expected {
-            return Err(Error::TensorBytes { tensor: name.to_owned(), dtype, shape, expected, found: bytes.len() as u64 });
+            return Err(Error::TensorBytes {
+                tensor: name.to_owned(),
+                dtype,
+                shape,
+                expected,
+                found: bytes.len() as u64,
+            });
         }
         Ok(Self { dtype, shape, bytes })
     }

@@ -12,7 +12,12 @@ use crate::{Dtype, Error};
 /// When `bytes` is not exactly the bytes of `out.len()` elements.
 pub fn decode(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> Result<(), Error> {
     let decode = decoder(dtype).ok_or(Error::NoDecoder { dtype })?;
-    assert_eq!(dtype.bytes_for(out.len() as u64), Some(bytes.len() as u64), "{dtype} bytes for {} elements", out.len());
+    assert_eq!(
+        dtype.bytes_for(out.len() as u64),
+        Some(bytes.len() as u64),
+        "{dtype} bytes for {} elements",
+        out.len()
+    );
     decode(bytes, out);
     Ok(())
 }
