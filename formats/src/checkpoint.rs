@@ -1,5 +1,6 @@
 //! Reading a native checkpoint: manifests checked against each other and their files, rank files mapped.
 
+use crate::digest::chunk_digest;
 use crate::manifest::{Layout, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, RankManifest, TensorEntry};
 use crate::map::MappedFile;
 use crate::{Digest, Error, TensorView};
@@ -141,6 +142,30 @@ impl RankShard {
     /// All bytes of the file.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
+    }
+
+    /// Holds chunk `chunk` of the file against its digest.
+    ///
+    /// # Errors
+    /// [`Error::Chunk`] naming rank, chunk and the tensors in it.
+    ///
+    /// # Panics
+    /// When the manifest has no such chunk.
+    pub fn check_chunk(&self, chunk: usize) -> Result<(), Error> {
+        let manifest = &self.manifest;
+        let range = manifest.chunk(chunk);
+        let bytes = &self.bytes[range.start as usize..range.end as usize];
+        if chunk_digest(bytes, range.start, manifest.bytes) == manifest.chunks[chunk] {
+            return Ok(());
+        }
+        Err(Error::Chunk {
+            file: self.path.display().to_string(),
+            rank: manifest.rank,
+            chunk,
+            start: range.start,
+            end: range.end,
+            tensors: manifest.describe(&range),
+        })
     }
 
     /// The entry of a tensor by its native name.

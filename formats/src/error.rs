@@ -175,6 +175,24 @@ pub enum Error {
         /// The layout's name.
         layout: String,
     },
+    /// A chunk of a rank file whose bytes changed.
+    #[error(
+        "{file}: rank {rank}, chunk {chunk} (bytes {start}..{end}) is damaged; it holds {tensors}; copy or convert the file again"
+    )]
+    Chunk {
+        /// The rank file.
+        file: String,
+        /// Its rank.
+        rank: usize,
+        /// Index of the chunk.
+        chunk: usize,
+        /// First byte of the chunk.
+        start: u64,
+        /// Byte after the chunk.
+        end: u64,
+        /// The tensors that have bytes in it.
+        tensors: String,
+    },
     /// Bytes that do not have the digest the manifest gives.
     #[error(
         "{file}: digest is {found}, the manifest says {expected}; the file changed after it was written, copy or convert it again"

@@ -5,7 +5,7 @@
 //! count against the others.
 
 use crate::config::ModelConfig;
-use crate::digest::{CHUNK_BYTES, Digest};
+use crate::digest::{CHUNK_BYTES, Digest, root_digest};
 use crate::tensor::bytes_of;
 use crate::{Dtype, Error, Shape};
 use serde::{Deserialize, Serialize};
@@ -311,9 +311,20 @@ impl RankManifest {
         self.tensors.iter().find(|entry| entry.name == name)
     }
 
-    /// Which tensor a byte of the file belongs to; `None` for the header.
-    pub fn tensor_at(&self, offset: u64) -> Option<&TensorEntry> {
-        self.tensors.iter().find(|entry| (entry.bytes.0..entry.bytes.1).contains(&offset))
+    /// What lies in a range of the file, for a message: the header, or the first few tensors by name.
+    pub fn describe(&self, range: &Range<u64>) -> String {
+        const SHOWN: usize = 3;
+        let header = (range.start < self.data_start).then_some("the header");
+        let inside = |entry: &&TensorEntry| entry.bytes.0 < range.end && entry.bytes.1 > range.start;
+        let names: Vec<&str> = header
+            .into_iter()
+            .chain(self.tensors.iter().filter(inside).map(|entry| entry.name.as_str()))
+            .collect();
+        let shown = names[..names.len().min(SHOWN)].join(", ");
+        match names.len().saturating_sub(SHOWN) {
+            0 => shown,
+            more => format!("{shown} and {more} more"),
+        }
     }
 
     /// The bytes of chunk `index`.
@@ -335,6 +346,13 @@ impl RankManifest {
             self.chunks.len() as u64 == chunks,
             &format!("{chunks} for {} bytes", self.bytes),
             self.chunks.len(),
+        )?;
+        let root = if self.chunks.is_empty() { Digest::of(&[]) } else { root_digest(&self.chunks) };
+        check(
+            "chunks",
+            root == self.blake3,
+            &format!("values that merge into blake3, {}", self.blake3),
+            root,
         )?;
         let aligned = self.data_start.is_multiple_of(DATA_ALIGNMENT) && self.data_start <= self.bytes;
         check(

@@ -3,6 +3,48 @@
 use crate::sampler::SamplingParams;
 use tokio::sync::mpsc;
 
+/// How a checkpoint is run.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Worker threads over all ranks; `None`: one for each core.
+    pub threads: Option<usize>,
+    /// Longest prompt plus answer; `None`: what the model was trained for, or what the cache has room for.
+    pub max_model_len: Option<usize>,
+    /// Sequences that run at the same time.
+    pub max_num_seqs: usize,
+    /// Prompt tokens in one step; longer prompts go in chunks of this many.
+    pub max_num_batched_tokens: usize,
+    /// Requests that may wait for a place.
+    pub max_waiting: usize,
+    /// Which arithmetic runs.
+    pub arithmetic: Arithmetic,
+    /// Whether every byte is held against its digest before anything is loaded.
+    pub verify: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            threads: None,
+            max_model_len: None,
+            max_num_seqs: 16,
+            max_num_batched_tokens: 512,
+            max_waiting: 256,
+            arithmetic: Arithmetic::Fast,
+            verify: false,
+        }
+    }
+}
+
+/// Which arithmetic runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// The processor's best.
+    Fast,
+    /// The slow twin that everything is tested against (`--precise`).
+    Reference,
+}
+
 /// One sequence to continue.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
