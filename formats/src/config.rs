@@ -327,6 +327,10 @@ fn positive(field: &str, value: usize) -> Result<(), Error> {
     check(field, (1..=MAX_SIZE).contains(&value), "1 to 2^31", value)
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "numbers and texts alike, and nothing is formatted while all is well"
+)]
 fn check(field: &str, holds: bool, expected: &str, found: impl ToString) -> Result<(), Error> {
     if holds {
         return Ok(());

@@ -1,1 +1,198 @@
-//! Fixtures that the end-to-end tests share.
+//! What the end-to-end tests share: the models and their oracles, and the two programs as their users run them.
+//!
+//! Oracles come from `../shared` where it lies beside the project, and from the copies under `tests/data` otherwise. The copies
+//! cover the bundled model; what only `../shared` has is said on stderr when it is not there.
+
+use safetensors::{Dtype, SafeTensors};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+/// The project's root.
+pub fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests lies in the workspace").to_owned()
+}
+
+/// The folder of models and oracles beside the project, or a line on stderr that says what does not run without it.
+pub fn shared(what: &str) -> Option<PathBuf> {
+    let path = workspace().join("../shared");
+    if path.join("oracles").is_dir() {
+        return Some(path);
+    }
+    // Straight to the stream: the test harness hides what the print macros write.
+    let line = format!("NOT RUN without ../shared: {what}\n");
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+    None
+}
+
+/// A model with its oracles.
+#[derive(Clone, Debug)]
+pub struct Fixture {
+    /// The GGUF's name without its ending.
+    pub name: &'static str,
+    /// The GGUF.
+    pub gguf: PathBuf,
+    /// The folder of its oracles.
+    pub oracles: PathBuf,
+}
+
+/// The bundled model, which every machine has.
+pub fn bundled() -> Fixture {
+    let oracles = match shared("oracles of the bundled model at every position (the committed copies are thinned)") {
+        Some(shared) => shared.join("oracles/tiny-glm5-UD-Q2_K"),
+        None => workspace().join("tests/data/oracles/tiny-glm5-UD-Q2_K"),
+    };
+    Fixture { name: "tiny-glm5-UD-Q2_K", gguf: workspace().join("tests/data/tiny-glm5-UD-Q2_K.gguf"), oracles }
+}
+
+/// The bundled model, and the larger one of `../shared`.
+pub fn fixtures() -> Vec<Fixture> {
+    let large = shared("tiny-glm5-Q4_K_M").map(|shared| Fixture {
+        name: "tiny-glm5-Q4_K_M",
+        gguf: shared.join("models/tiny-glm5-Q4_K_M.gguf"),
+        oracles: shared.join("oracles/tiny-glm5"),
+    });
+    std::iter::once(bundled()).chain(large).collect()
+}
+
+/// One prompt of `chat.json`, with the model's answer to it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Chat {
+    /// Messages as the API takes them.
+    pub messages: serde_json::Value,
+    /// Tools, or null.
+    pub tools: serde_json::Value,
+    /// Whether the answer starts inside the reasoning.
+    pub enable_thinking: bool,
+    /// The rendered prompt.
+    pub prompt: String,
+    /// Its ids.
+    pub tokens: Vec<u32>,
+    /// The greedy continuation.
+    pub greedy: Vec<u32>,
+    /// Its text.
+    pub text: String,
+    /// The token that ends it.
+    pub stop: u32,
+}
+
+impl Fixture {
+    /// All prompts.
+    pub fn chats(&self) -> Vec<Chat> {
+        read_json(&self.oracles.join("chat.json"))
+    }
+
+    /// The logits of prompt `index`.
+    pub fn chat_logits(&self, index: usize) -> OracleLogits {
+        OracleLogits::read(&self.oracles.join(format!("chat{index}.safetensors")))
+    }
+
+    /// Converts the model into `ranks` rank files under `dir`.
+    pub fn convert(&self, dir: &Path, ranks: usize) -> PathBuf {
+        let out = dir.join(format!("{}-{ranks}", self.name));
+        let arguments = ["convert".as_ref(), self.gguf.as_os_str(), out.as_os_str()];
+        success(Command::new(program("shardmill")).args(arguments).args(["--ranks", &ranks.to_string()]));
+        out
+    }
+}
+
+/// Logits of some positions of a sequence.
+#[derive(Clone, Debug)]
+pub struct OracleLogits {
+    /// The sequence.
+    pub tokens: Vec<u32>,
+    /// Positions of the rows.
+    pub positions: Vec<usize>,
+    /// One row for each position.
+    pub rows: Vec<Vec<f32>>,
+}
+
+impl OracleLogits {
+    /// Reads `tokens`, `positions` and `logits` of an oracle file.
+    pub fn read(path: &Path) -> Self {
+        let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let file = SafeTensors::deserialize(&bytes).expect("oracle files are safetensors");
+        let ints = |name| -> Vec<u32> {
+            let view = file.tensor(name).expect("oracles have it");
+            assert_eq!(view.dtype(), Dtype::I32);
+            view.data().as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
+        };
+        let logits = file.tensor("logits").expect("oracles have logits");
+        let values: Vec<f32> = logits.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        let rows = values.chunks(logits.shape()[1]).map(<[f32]>::to_vec).collect();
+        Self { tokens: ints("tokens"), positions: ints("positions").into_iter().map(|p| p as usize).collect(), rows }
+    }
+}
+
+/// Largest absolute difference; NaN counts as infinite.
+pub fn max_abs_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let larger = |max: f32, d: f32| if d.is_nan() { f32::INFINITY } else { max.max(d) };
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, larger)
+}
+
+/// Kullback-Leibler divergence of the distribution of logits `q` from that of `p`, in nats, computed in f64.
+pub fn kl_divergence(p: &[f32], q: &[f32]) -> f64 {
+    let log_softmax = |x: &[f32]| -> Vec<f64> {
+        let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = x.iter().map(|v| f64::from(v - max).exp()).sum();
+        x.iter().map(|v| f64::from(v - max) - sum.ln()).collect()
+    };
+    log_softmax(p).iter().zip(log_softmax(q)).map(|(p, q)| p.exp() * (p - q)).sum()
+}
+
+/// A JSON file of a known shape.
+pub fn read_json<T: for<'a> Deserialize<'a>>(path: &Path) -> T {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// `shardmill` or `shardrun`, built in the profile that the tests run in.
+pub fn program(name: &str) -> PathBuf {
+    static BIN: OnceLock<PathBuf> = OnceLock::new();
+    BIN.get_or_init(build_programs).join(name)
+}
+
+fn build_programs() -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows its own path");
+    let profile = test.ancestors().nth(2).expect("tests lie in TARGET/PROFILE/deps");
+    let target = profile.parent().expect("a profile lies in the target folder");
+    let mut build = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()));
+    build.args(["build", "--quiet", "--locked", "-p", "converter", "-p", "runtime", "--bins", "--target-dir"]).arg(target);
+    if profile.ends_with("release") {
+        build.arg("--release");
+    }
+    success(build.current_dir(workspace()));
+    profile.to_owned()
+}
+
+/// Runs a command that must succeed.
+pub fn success(command: &mut Command) -> Output {
+    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    assert!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+/// Runs a command that must fail with `code` and one line on stderr, which is returned.
+pub fn failure(command: &mut Command, code: i32) -> String {
+    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let stderr = String::from_utf8_lossy(&output.stderr).trim_end().to_owned();
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{command:?} should say one line, said:\n{stderr}");
+    stderr
+}
+
+/// What lies in a folder: names and sizes.
+pub fn listing(dir: &Path) -> BTreeMap<String, u64> {
+    let entries = std::fs::read_dir(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+    entries
+        .map(|entry| {
+            let entry = entry.expect("a folder can be listed");
+            let bytes = entry.metadata().expect("an entry has metadata").len();
+            (entry.file_name().to_string_lossy().into_owned(), bytes)
+        })
+        .collect()
+}

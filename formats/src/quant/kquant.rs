@@ -1,0 +1,190 @@
+//! Super-blocks of 256 elements: f16 scales of the block times small integer scales of its groups.
+//!
+//! A group is 16 (Q2_K, Q3_K, Q6_K) or 32 (Q4_K, Q5_K) consecutive elements. Its quants are one field of bits in as many
+//! consecutive bytes; groups that share bytes differ in the shift.
+
+use super::{block, f16_to_f32};
+use zerocopy::little_endian::U16;
+use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
+
+/// `d * sc * q - dmin * m`, q of 2 bits, sc and m of 4 bits for each 16 elements.
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Q2_K {
+    /// sc in the low nibble, m in the high one.
+    scales: [u8; 16],
+    qs: [u8; 64],
+    d: U16,
+    dmin: U16,
+}
+block!(Q2_K: 256 elements in 84 bytes);
+
+/// `d * (sc - 32) * (q - 4)`, q of 3 bits, sc of 6 bits for each 16 elements.
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Q3_K {
+    /// The third bits.
+    hmask: [u8; 32],
+    qs: [u8; 64],
+    scales: [u8; 12],
+    d: U16,
+}
+block!(Q3_K: 256 elements in 110 bytes);
+
+/// `d * sc * q - dmin * m`, q of 4 bits, sc and m of 6 bits for each 32 elements.
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Q4_K {
+    d: U16,
+    dmin: U16,
+    scales: ScalesAndMins,
+    qs: [u8; 128],
+}
+block!(Q4_K: 256 elements in 144 bytes);
+
+/// `d * sc * q - dmin * m`, q of 5 bits, sc and m of 6 bits for each 32 elements.
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Q5_K {
+    d: U16,
+    dmin: U16,
+    scales: ScalesAndMins,
+    /// The fifth bits.
+    qh: [u8; 32],
+    qs: [u8; 128],
+}
+block!(Q5_K: 256 elements in 176 bytes);
+
+/// `d * sc * (q - 32)`, q of 6 bits, sc of 8 bits with sign for each 16 elements.
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Q6_K {
+    /// The low four bits.
+    ql: [u8; 128],
+    /// The high two bits.
+    qh: [u8; 64],
+    scales: [i8; 16],
+    d: U16,
+}
+block!(Q6_K: 256 elements in 210 bytes);
+
+impl Q2_K {
+    #[inline(always)]
+    fn values(&self, out: &mut [f32; 256]) {
+        let (d, dmin) = (f16_to_f32(self.d), f16_to_f32(self.dmin));
+        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            let scale = self.scales[group];
+            let (dl, ml) = (d * f32::from(scale & 0x0f), dmin * f32::from(scale >> 4));
+            let (qs, shift) = two_bits(&self.qs, group);
+            for (out, &q) in out.iter_mut().zip(qs) {
+                *out = dl * f32::from(q >> shift & 3) - ml;
+            }
+        }
+    }
+}
+
+impl Q3_K {
+    #[inline(always)]
+    fn values(&self, out: &mut [f32; 256]) {
+        let d = f16_to_f32(self.d);
+        let high = self.hmask.as_chunks::<16>().0;
+        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            let dl = d * f32::from(self.scale(group) as i8 - 32);
+            let (qs, shift) = two_bits(&self.qs, group);
+            for (out, (&q, &h)) in out.iter_mut().zip(qs.iter().zip(&high[group % 2])) {
+                let high = if h & 1 << (group / 2) == 0 { 4 } else { 0 };
+                *out = dl * f32::from((q >> shift & 3) as i8 - high);
+            }
+        }
+    }
+
+    /// Six bits: the low four as nibbles of the first 8 bytes, the high two as quarters of the last 4.
+    #[inline(always)]
+    fn scale(&self, group: usize) -> u8 {
+        let low = self.scales[group % 8] >> (group / 8 * 4) & 0x0f;
+        let high = self.scales[8 + group % 4] >> (group / 4 * 2) & 3;
+        low | high << 4
+    }
+}
+
+impl Q4_K {
+    #[inline(always)]
+    fn values(&self, out: &mut [f32; 256]) {
+        let (d, dmin) = (f16_to_f32(self.d), f16_to_f32(self.dmin));
+        let qs = self.qs.as_chunks::<32>().0;
+        for (group, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (scale, min) = self.scales.of(group);
+            let (dl, ml) = (d * f32::from(scale), dmin * f32::from(min));
+            for (out, &q) in out.iter_mut().zip(&qs[group / 2]) {
+                *out = dl * f32::from(q >> (group % 2 * 4) & 0x0f) - ml;
+            }
+        }
+    }
+}
+
+impl Q5_K {
+    #[inline(always)]
+    fn values(&self, out: &mut [f32; 256]) {
+        let (d, dmin) = (f16_to_f32(self.d), f16_to_f32(self.dmin));
+        let qs = self.qs.as_chunks::<32>().0;
+        for (group, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (scale, min) = self.scales.of(group);
+            let (dl, ml) = (d * f32::from(scale), dmin * f32::from(min));
+            for (out, (&q, &h)) in out.iter_mut().zip(qs[group / 2].iter().zip(&self.qh)) {
+                let high = if h & 1 << group == 0 { 0 } else { 16 };
+                let q = q >> (group % 2 * 4) & 0x0f | high;
+                *out = dl * f32::from(q) - ml;
+            }
+        }
+    }
+}
+
+impl Q6_K {
+    #[inline(always)]
+    fn values(&self, out: &mut [f32; 256]) {
+        let d = f16_to_f32(self.d);
+        let (ql, qh) = (self.ql.as_chunks::<16>().0, self.qh.as_chunks::<16>().0);
+        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            // Each half of 128 elements has 64 bytes of ql and 32 of qh: rows of 32 elements are nibbles and quarters.
+            let (half, row, part) = (group / 8, group / 2 % 4, group % 2);
+            let low = &ql[half * 4 + row % 2 * 2 + part];
+            let high = &qh[half * 2 + part];
+            let dl = d * f32::from(self.scales[group]);
+            for (out, (&l, &h)) in out.iter_mut().zip(low.iter().zip(high)) {
+                let q = l >> (row / 2 * 4) & 0x0f | (h >> (row * 2) & 3) << 4;
+                *out = dl * f32::from(q as i8 - 32);
+            }
+        }
+    }
+}
+
+/// The 16 bytes and the shift of a group's two-bit quants in Q2_K and Q3_K: each half of 128 elements has 32 bytes.
+#[inline(always)]
+fn two_bits(qs: &[u8; 64], group: usize) -> (&[u8; 16], usize) {
+    (&qs.as_chunks::<16>().0[group / 8 * 2 + group % 2], group / 2 % 4 * 2)
+}
+
+/// Eight scales and eight minima of 6 bits in 12 bytes.
+///
+/// Four scales, four minima, then four more of each as nibbles (scale low); the nibbles' upper two bits are the upper bits
+/// of the first eight bytes.
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct ScalesAndMins {
+    scales: [u8; 4],
+    mins: [u8; 4],
+    nibbles: [u8; 4],
+}
+
+impl ScalesAndMins {
+    #[inline(always)]
+    fn of(&self, group: usize) -> (u8, u8) {
+        let i = group % 4;
+        if group < 4 {
+            return (self.scales[i] & 0x3f, self.mins[i] & 0x3f);
+        }
+        let scale = self.nibbles[i] & 0x0f | self.scales[i] >> 6 << 4;
+        let min = self.nibbles[i] >> 4 | self.mins[i] >> 6 << 4;
+        (scale, min)
+    }
+}

@@ -1,0 +1,169 @@
+//! The road's numbers against values that other people's code computed: kv_b digests, logits, greedy answers.
+
+use formats::checkpoint::Checkpoint;
+use runtime::engine::Arithmetic;
+use runtime::logits::{LogitsOptions, LogitsRunner};
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::path::Path;
+use tempfile::TempDir;
+use tests::{Chat, Fixture, OracleLogits, fixtures, kl_divergence, max_abs_difference, read_json, shared};
+
+const RANKS: [usize; 7] = [1, 2, 3, 4, 5, 7, 8];
+
+fn runner(dir: &Path, arithmetic: Arithmetic) -> LogitsRunner {
+    // A chunk that long prompts do not divide by, so that chunks are part of what is tested.
+    LogitsRunner::open(dir, &LogitsOptions { arithmetic, threads: None, chunk: 100 }).unwrap()
+}
+
+/// The logits of `oracle`'s positions.
+fn rows(runner: &mut LogitsRunner, oracle: &OracleLogits) -> Vec<Vec<f32>> {
+    let logits = runner.run(&oracle.tokens, None).unwrap();
+    oracle.positions.iter().map(|p| logits.values[p * logits.vocab_size..][..logits.vocab_size].to_vec()).collect()
+}
+
+fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| max_abs_difference(a, b)).fold(0.0, f32::max)
+}
+
+fn argmax(row: &[f32]) -> u32 {
+    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+    best.0 as u32
+}
+
+/// Continues the prompt with the best token until the oracle's stop token.
+fn greedy(runner: &mut LogitsRunner, chat: &Chat) -> Vec<u32> {
+    let mut tokens = chat.tokens.clone();
+    loop {
+        let next = argmax(&runner.run(&tokens, Some(1)).unwrap().values);
+        if next == chat.stop || tokens.len() > chat.tokens.len() + chat.greedy.len() {
+            return tokens.split_off(chat.tokens.len());
+        }
+        tokens.push(next);
+    }
+}
+
+#[derive(Deserialize)]
+struct KvB {
+    shape: [usize; 2],
+    sha256: String,
+    shards: Vec<KvBShard>,
+}
+
+#[derive(Deserialize)]
+struct KvBShard {
+    rows: [usize; 2],
+    sha256: String,
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[test]
+fn kv_b_has_the_oracles_digests_whole_and_in_eight_shards() {
+    for fixture in fixtures() {
+        let temp = TempDir::new().unwrap();
+        let dir = fixture.convert(temp.path(), 8);
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        let shards: Vec<_> = (0..8).map(|rank| checkpoint.rank(rank).unwrap()).collect();
+        let oracle: BTreeMap<usize, KvB> = read_json(&fixture.oracles.join("kv_b.json"));
+        assert!(!oracle.is_empty());
+        for (layer, expected) in &oracle {
+            let name = format!("model.layers.{layer}.self_attn.kv_b_proj.weight");
+            let mut whole = Vec::new();
+            for (rank, (shard, part)) in shards.iter().zip(&expected.shards).enumerate() {
+                let view = shard.view(shard.entry(&name).unwrap()).unwrap();
+                assert_eq!(view.shape().dims(), part.rows.map(|n| n as u64), "{name} rank {rank}");
+                assert_eq!(sha256(view.bytes()), part.sha256, "{name} rank {rank}");
+                whole.extend_from_slice(view.bytes());
+            }
+            assert_eq!(whole.len(), expected.shape[0] * expected.shape[1] * 2);
+            assert_eq!(sha256(&whole), expected.sha256, "{name}");
+        }
+    }
+}
+
+#[test]
+fn reference_logits_equal_the_oracles_at_every_position_on_any_number_of_ranks() {
+    for fixture in fixtures() {
+        let oracles: Vec<OracleLogits> = (0..fixture.chats().len()).map(|i| fixture.chat_logits(i)).collect();
+        let mut first: Option<Vec<Vec<Vec<f32>>>> = None;
+        for ranks in RANKS {
+            let temp = TempDir::new().unwrap();
+            let mut runner = runner(&fixture.convert(temp.path(), ranks), Arithmetic::Reference);
+            let found: Vec<_> = oracles.iter().map(|oracle| rows(&mut runner, oracle)).collect();
+            for (i, (found, oracle)) in found.iter().zip(&oracles).enumerate() {
+                let difference = largest_difference(found, &oracle.rows);
+                eprintln!("{} chat {i}, {ranks} ranks, reference: max difference {difference:.2e}", fixture.name);
+                assert!(difference <= 1e-3, "{} chat {i} at {ranks} ranks: {difference}", fixture.name);
+            }
+            let first = first.get_or_insert_with(|| found.clone());
+            for (a, b) in first.iter().zip(&found) {
+                let difference = largest_difference(a, b);
+                assert!(difference <= 1e-3, "{} at {ranks} ranks against 1: {difference}", fixture.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn fast_logits_are_close_and_greedy_answers_equal_on_any_number_of_ranks() {
+    for fixture in fixtures() {
+        let chats = fixture.chats();
+        let oracles: Vec<OracleLogits> = (0..chats.len()).map(|i| fixture.chat_logits(i)).collect();
+        let mut first: Option<Vec<Vec<Vec<f32>>>> = None;
+        for ranks in RANKS {
+            let temp = TempDir::new().unwrap();
+            let mut runner = runner(&fixture.convert(temp.path(), ranks), Arithmetic::Fast);
+            let found: Vec<_> = oracles.iter().map(|oracle| rows(&mut runner, oracle)).collect();
+            let divergences: Vec<f64> = found
+                .iter()
+                .zip(&oracles)
+                .flat_map(|(found, oracle)| oracle.rows.iter().zip(found).map(|(p, q)| kl_divergence(p, q)))
+                .collect();
+            let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
+            eprintln!("{} at {ranks} ranks, fast: mean KL {mean:.2e}", fixture.name);
+            assert!(mean <= 1e-3, "{} at {ranks} ranks: mean KL {mean}", fixture.name);
+            let first = first.get_or_insert_with(|| found.clone());
+            for (a, b) in first.iter().zip(&found) {
+                let difference = largest_difference(a, b);
+                assert!(difference <= 1e-3, "{} at {ranks} ranks against 1: {difference}", fixture.name);
+            }
+            for (i, chat) in chats.iter().enumerate() {
+                assert_eq!(greedy(&mut runner, chat), chat.greedy, "{} chat {i} at {ranks} ranks", fixture.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn reference_greedy_answers_equal() {
+    for fixture in fixtures() {
+        let temp = TempDir::new().unwrap();
+        let mut runner = runner(&fixture.convert(temp.path(), 3), Arithmetic::Reference);
+        for (i, chat) in fixture.chats().iter().enumerate() {
+            assert_eq!(greedy(&mut runner, chat), chat.greedy, "{} chat {i}", fixture.name);
+        }
+    }
+}
+
+#[test]
+fn a_long_prompt_gives_the_dense_oracle_on_both_paths() {
+    let Some(shared) = shared("the 899-token prompt") else { return };
+    let oracle = OracleLogits::read(&shared.join("oracles/tiny-glm5/long.dense.safetensors"));
+    let fixture = Fixture {
+        name: "tiny-glm5-Q4_K_M",
+        gguf: shared.join("models/tiny-glm5-Q4_K_M.gguf"),
+        oracles: shared.join("oracles/tiny-glm5"),
+    };
+    let temp = TempDir::new().unwrap();
+    let dir = fixture.convert(temp.path(), 2);
+    let reference = rows(&mut runner(&dir, Arithmetic::Reference), &oracle);
+    let difference = largest_difference(&reference, &oracle.rows);
+    assert!(difference <= 1e-3, "reference: {difference}");
+    let fast = rows(&mut runner(&dir, Arithmetic::Fast), &oracle);
+    let mean = oracle.rows.iter().zip(&fast).map(|(p, q)| kl_divergence(p, q)).sum::<f64>() / fast.len() as f64;
+    assert!(mean <= 1e-3, "fast: mean KL {mean}");
+}
