@@ -132,12 +132,12 @@ impl Dtype {
     }
 
     /// Elements in one block; 1 for plain types.
-    pub fn block_len(self) -> usize {
+    pub const fn block_len(self) -> usize {
         self.row().block_len
     }
 
     /// Bytes of one block.
-    pub fn block_bytes(self) -> usize {
+    pub const fn block_bytes(self) -> usize {
         self.row().block_bytes
     }
 
@@ -156,7 +156,7 @@ impl Dtype {
         self.block_len() == 1
     }
 
-    fn row(self) -> &'static Row {
+    const fn row(self) -> &'static Row {
         &TABLE[self as usize]
     }
 }

@@ -41,11 +41,16 @@ pub struct Fixture {
 
 /// The bundled model, which every machine has.
 pub fn bundled() -> Fixture {
-    let oracles = match shared("oracles of the bundled model at every position (the committed copies are thinned)") {
-        Some(shared) => shared.join("oracles/tiny-glm5-UD-Q2_K"),
-        None => workspace().join("tests/data/oracles/tiny-glm5-UD-Q2_K"),
-    };
-    Fixture { name: "tiny-glm5-UD-Q2_K", gguf: workspace().join("tests/data/tiny-glm5-UD-Q2_K.gguf"), oracles }
+    let oracles =
+        match shared("oracles of the bundled model at every position (the committed copies are thinned)") {
+            Some(shared) => shared.join("oracles/tiny-glm5-UD-Q2_K"),
+            None => workspace().join("tests/data/oracles/tiny-glm5-UD-Q2_K"),
+        };
+    Fixture {
+        name: "tiny-glm5-UD-Q2_K",
+        gguf: workspace().join("tests/data/tiny-glm5-UD-Q2_K.gguf"),
+        oracles,
+    }
 }
 
 /// The bundled model, and the larger one of `../shared`.
@@ -123,7 +128,11 @@ impl OracleLogits {
         let logits = file.tensor("logits").expect("oracles have logits");
         let values: Vec<f32> = logits.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         let rows = values.chunks(logits.shape()[1]).map(<[f32]>::to_vec).collect();
-        Self { tokens: ints("tokens"), positions: ints("positions").into_iter().map(|p| p as usize).collect(), rows }
+        Self {
+            tokens: ints("tokens"),
+            positions: ints("positions").into_iter().map(|p| p as usize).collect(),
+            rows,
+        }
     }
 }
 
@@ -161,7 +170,9 @@ fn build_programs() -> PathBuf {
     let profile = test.ancestors().nth(2).expect("tests lie in TARGET/PROFILE/deps");
     let target = profile.parent().expect("a profile lies in the target folder");
     let mut build = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()));
-    build.args(["build", "--quiet", "--locked", "-p", "converter", "-p", "runtime", "--bins", "--target-dir"]).arg(target);
+    build
+        .args(["build", "--quiet", "--locked", "-p", "converter", "-p", "runtime", "--bins", "--target-dir"])
+        .arg(target);
     if profile.ends_with("release") {
         build.arg("--release");
     }
@@ -172,7 +183,12 @@ fn build_programs() -> PathBuf {
 /// Runs a command that must succeed.
 pub fn success(command: &mut Command) -> Output {
     let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    assert!(output.status.success(), "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
     output
 }
 

@@ -1,4 +1,5 @@
 //! The road's numbers against values that other people's code computed: kv_b digests, logits, greedy answers.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use formats::checkpoint::Checkpoint;
 use runtime::engine::Arithmetic;
@@ -20,7 +21,11 @@ fn runner(dir: &Path, arithmetic: Arithmetic) -> LogitsRunner {
 /// The logits of `oracle`'s positions.
 fn rows(runner: &mut LogitsRunner, oracle: &OracleLogits) -> Vec<Vec<f32>> {
     let logits = runner.run(&oracle.tokens, None).unwrap();
-    oracle.positions.iter().map(|p| logits.values[p * logits.vocab_size..][..logits.vocab_size].to_vec()).collect()
+    oracle
+        .positions
+        .iter()
+        .map(|p| logits.values[p * logits.vocab_size..][..logits.vocab_size].to_vec())
+        .collect()
 }
 
 fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
@@ -96,7 +101,10 @@ fn reference_logits_equal_the_oracles_at_every_position_on_any_number_of_ranks()
             let found: Vec<_> = oracles.iter().map(|oracle| rows(&mut runner, oracle)).collect();
             for (i, (found, oracle)) in found.iter().zip(&oracles).enumerate() {
                 let difference = largest_difference(found, &oracle.rows);
-                eprintln!("{} chat {i}, {ranks} ranks, reference: max difference {difference:.2e}", fixture.name);
+                eprintln!(
+                    "{} chat {i}, {ranks} ranks, reference: max difference {difference:.2e}",
+                    fixture.name
+                );
                 assert!(difference <= 1e-3, "{} chat {i} at {ranks} ranks: {difference}", fixture.name);
             }
             let first = first.get_or_insert_with(|| found.clone());
@@ -132,7 +140,12 @@ fn fast_logits_are_close_and_greedy_answers_equal_on_any_number_of_ranks() {
                 assert!(difference <= 1e-3, "{} at {ranks} ranks against 1: {difference}", fixture.name);
             }
             for (i, chat) in chats.iter().enumerate() {
-                assert_eq!(greedy(&mut runner, chat), chat.greedy, "{} chat {i} at {ranks} ranks", fixture.name);
+                assert_eq!(
+                    greedy(&mut runner, chat),
+                    chat.greedy,
+                    "{} chat {i} at {ranks} ranks",
+                    fixture.name
+                );
             }
         }
     }
@@ -164,6 +177,7 @@ fn a_long_prompt_gives_the_dense_oracle_on_both_paths() {
     let difference = largest_difference(&reference, &oracle.rows);
     assert!(difference <= 1e-3, "reference: {difference}");
     let fast = rows(&mut runner(&dir, Arithmetic::Fast), &oracle);
-    let mean = oracle.rows.iter().zip(&fast).map(|(p, q)| kl_divergence(p, q)).sum::<f64>() / fast.len() as f64;
+    let mean =
+        oracle.rows.iter().zip(&fast).map(|(p, q)| kl_divergence(p, q)).sum::<f64>() / fast.len() as f64;
     assert!(mean <= 1e-3, "fast: mean KL {mean}");
 }

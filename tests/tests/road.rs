@@ -1,4 +1,5 @@
 //! `shardmill` as its users run it: what it says of faults, what it proves, and that nothing half-done opens.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use formats::checkpoint::Checkpoint;
 use std::path::{Path, PathBuf};
@@ -46,13 +47,15 @@ fn a_flipped_byte_is_found_and_named() {
     bytes[entry.bytes.0 as usize + 77] ^= 0x10;
     std::fs::write(&path, &bytes).unwrap();
     let output = shardmill(&["verify"], &[&dir]).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("rank 3") && said.contains("chunk 0"), "{said}");
 
     // With the source the tensor itself is found, not only its chunk.
     let output = shardmill(&["verify"], &[&dir]).arg("--source").arg(bundled().gguf).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains(&entry.name), "{said} should name {}", entry.name);
 }
@@ -67,10 +70,14 @@ fn damage_to_any_file_of_a_checkpoint_is_found() {
         for damaged in [flipped(&good), good[..good.len() - 1].to_vec()] {
             std::fs::write(&path, damaged).unwrap();
             let output = shardmill(&["verify"], &[&dir]).output().unwrap();
-            let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+            let said = String::from_utf8_lossy(&output.stdout).into_owned()
+                + &String::from_utf8_lossy(&output.stderr);
             // A top manifest that cannot be read is no checkpoint any more.
             let code = output.status.code();
-            assert!(code == Some(1) || (code == Some(2) && name == "checkpoint.json"), "{name}: {code:?} {said}");
+            assert!(
+                code == Some(1) || (code == Some(2) && name == "checkpoint.json"),
+                "{name}: {code:?} {said}"
+            );
         }
         std::fs::remove_file(&path).unwrap();
         let output = shardmill(&["verify"], &[&dir]).output().unwrap();
@@ -124,7 +131,8 @@ fn ranks_and_options_out_of_range_are_refused() {
     let temp = TempDir::new().unwrap();
     for ranks in ["0", "-1", "1025", "many"] {
         let out = temp.path().join("out");
-        let output = shardmill(&["convert"], &[&bundled().gguf, &out]).args(["--ranks", ranks]).output().unwrap();
+        let output =
+            shardmill(&["convert"], &[&bundled().gguf, &out]).args(["--ranks", ranks]).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "--ranks {ranks}");
         assert!(listing(temp.path()).is_empty());
     }
@@ -140,7 +148,11 @@ fn two_conversions_are_byte_identical() {
     let second = fixture.convert(temp.path(), 5);
     assert_eq!(listing(&moved), listing(&second));
     for name in listing(&second).into_keys() {
-        assert_eq!(std::fs::read(moved.join(&name)).unwrap(), std::fs::read(second.join(&name)).unwrap(), "{name}");
+        assert_eq!(
+            std::fs::read(moved.join(&name)).unwrap(),
+            std::fs::read(second.join(&name)).unwrap(),
+            "{name}"
+        );
     }
 }
 
@@ -160,7 +172,11 @@ fn the_safetensors_crate_opens_every_rank_file_and_starts_are_aligned() {
                 let view = file.tensor(&entry.name).unwrap();
                 assert_eq!(view.data(), &shard.bytes()[start as usize..end as usize], "{}", entry.name);
                 let own = if end == start { 256 } else { 1 << (end - start).trailing_zeros().min(8) };
-                assert!(start.is_multiple_of(own), "{} starts at {start}, expected a multiple of {own}", entry.name);
+                assert!(
+                    start.is_multiple_of(own),
+                    "{} starts at {start}, expected a multiple of {own}",
+                    entry.name
+                );
             }
         }
     }

@@ -1,4 +1,5 @@
 //! `shardrun serve` as a client meets it: the real program, a real socket, the bundled model on 8 ranks.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
@@ -41,13 +42,17 @@ impl Server {
     fn post_text(&self, path: &str, body: &Value) -> (u16, String) {
         let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
         let url = format!("{}{path}", self.url);
-        let mut reply =
-            agent.post(&url).header("content-type", "application/json").send(body.to_string().as_bytes()).unwrap();
+        let mut reply = agent
+            .post(&url)
+            .header("content-type", "application/json")
+            .send(body.to_string().as_bytes())
+            .unwrap();
         (reply.status().as_u16(), reply.body_mut().read_to_string().unwrap())
     }
 
     fn get(&self, path: &str) -> Value {
-        let text = ureq::get(&format!("{}{path}", self.url)).call().unwrap().body_mut().read_to_string().unwrap();
+        let text =
+            ureq::get(&format!("{}{path}", self.url)).call().unwrap().body_mut().read_to_string().unwrap();
         serde_json::from_str(&text).unwrap()
     }
 
@@ -122,7 +127,8 @@ fn every_oracle_chat_is_answered_word_for_word() {
         let usage = chunks.last().unwrap();
         assert_eq!(usage["choices"], json!([]));
         assert_eq!(usage["usage"], reply["usage"]);
-        let finish: Vec<&Value> = chunks.iter().filter(|c| c["choices"][0]["finish_reason"] == "stop").collect();
+        let finish: Vec<&Value> =
+            chunks.iter().filter(|c| c["choices"][0]["finish_reason"] == "stop").collect();
         assert_eq!(finish.len(), 1);
         assert!(chunks.iter().all(|c| c["id"] == chunks[0]["id"] && c["model"] == chunks[0]["model"]));
     }
@@ -190,7 +196,8 @@ fn bad_requests_name_the_field_and_leave_the_server_alone() {
         assert_eq!(status, 400, "{reply}");
         assert!(reply["error"].to_string().contains(name), "{reply} should name {name}");
     }
-    let (status, _) = server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 2, "temperature": 0}));
+    let (status, _) =
+        server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 2, "temperature": 0}));
     assert_eq!(status, 200);
 }
 
@@ -219,9 +226,14 @@ fn a_flipped_byte_keeps_serve_verify_from_starting() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    let message =
-        failure(Command::new(program("shardrun")).arg("serve").arg(&dir).args(["--verify", "--port", "0"]), 2);
-    assert!(message.contains("rank 5") && message.contains("chunk 0") && message.contains("model.layers."), "{message}");
+    let message = failure(
+        Command::new(program("shardrun")).arg("serve").arg(&dir).args(["--verify", "--port", "0"]),
+        2,
+    );
+    assert!(
+        message.contains("rank 5") && message.contains("chunk 0") && message.contains("model.layers."),
+        "{message}"
+    );
 }
 
 #[test]

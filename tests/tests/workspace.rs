@@ -1,4 +1,5 @@
 //! The workspace's own rules: which folders there are, which crate may see which, and that documents keep their word.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -38,8 +39,12 @@ fn the_top_level_is_five_rooms_and_documents() {
 
 #[test]
 fn crates_see_only_what_the_architecture_allows() {
-    let allowed: [(&str, &[&str]); 4] =
-        [("formats", &[]), ("converter", &["formats"]), ("kernels", &["formats"]), ("runtime", &["formats", "kernels"])];
+    let allowed: [(&str, &[&str]); 4] = [
+        ("formats", &[]),
+        ("converter", &["formats"]),
+        ("kernels", &["formats"]),
+        ("runtime", &["formats", "kernels"]),
+    ];
     for (name, may_see) in allowed {
         let manifest = std::fs::read_to_string(workspace().join(name).join("Cargo.toml")).unwrap();
         for other in ["formats", "converter", "kernels", "runtime"] {
@@ -82,7 +87,11 @@ fn no_source_file_is_a_cave() {
         for (path, text) in sources(folder) {
             let lines = text.lines().count();
             let table = path.ends_with("iq_grids.rs");
-            assert!(lines <= 700 || table, "{} has {lines} lines: would a stranger find their way?", path.display());
+            assert!(
+                lines <= 700 || table,
+                "{} has {lines} lines: would a stranger find their way?",
+                path.display()
+            );
         }
     }
 }
@@ -92,7 +101,8 @@ fn documents_name_files_that_exist() {
     for document in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "tests/data/README.md"] {
         let text = std::fs::read_to_string(workspace().join(document)).unwrap();
         for word in text.split(['`', '(', ')', ' ', '\n', ',']) {
-            let names_source = word.contains('/') && [".rs", ".toml", ".md", ".gguf"].iter().any(|end| word.ends_with(end));
+            let names_source =
+                word.contains('/') && [".rs", ".toml", ".md", ".gguf"].iter().any(|end| word.ends_with(end));
             if names_source && !word.starts_with("http") && !word.starts_with("../shared") {
                 assert!(workspace().join(word).exists(), "{document} names {word}");
             }

@@ -139,6 +139,8 @@ pub fn decoder(dtype: Dtype) -> Option<fn(&[u8], &mut [f32])> {
 macro_rules! block {
     ($name:ident: $len:literal elements in $bytes:literal bytes) => {
         const _: () = assert!(size_of::<$name>() == $bytes && align_of::<$name>() == 1);
+        const _: () =
+            assert!($crate::Dtype::$name.block_len() == $len && $crate::Dtype::$name.block_bytes() == $bytes);
 
         impl $crate::quant::Block for $name {
             const DTYPE: $crate::Dtype = $crate::Dtype::$name;
