@@ -1,1 +1,24 @@
-//! shardmill as a library.
+//! shardmill as a library: GGUF files to native checkpoints. Offline, CPU only.
+//!
+//! `GgufSet` -> [`arch::describe`] -> [`plan::Plan`] -> [`execute::convert`]; what was written is checked by [`verify`].
+
+pub mod arch;
+pub mod cli;
+mod error;
+pub mod execute;
+pub mod extract;
+pub mod inspect;
+mod native;
+pub mod partition;
+pub mod plan;
+pub mod side_files;
+mod similar;
+mod table;
+mod tokenizer;
+pub mod transform;
+pub mod verify;
+pub mod work;
+mod writer;
+
+pub use error::Error;
+pub use writer::Existing;

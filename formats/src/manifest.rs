@@ -311,15 +311,16 @@ impl RankManifest {
         self.tensors.iter().find(|entry| entry.name == name)
     }
 
-    /// What lies in a range of the file, for a message: the header, or the first few tensors by name.
+    /// What lies in a range of the file, for a message: the header, or the few tensors that have most bytes of it.
     pub fn describe(&self, range: &Range<u64>) -> String {
         const SHOWN: usize = 3;
         let header = (range.start < self.data_start).then_some("the header");
-        let inside = |entry: &&TensorEntry| entry.bytes.0 < range.end && entry.bytes.1 > range.start;
-        let names: Vec<&str> = header
-            .into_iter()
-            .chain(self.tensors.iter().filter(inside).map(|entry| entry.name.as_str()))
-            .collect();
+        let bytes =
+            |entry: &TensorEntry| entry.bytes.1.min(range.end).saturating_sub(entry.bytes.0.max(range.start));
+        let mut inside: Vec<&TensorEntry> = self.tensors.iter().filter(|entry| bytes(entry) > 0).collect();
+        inside.sort_by_key(|entry| std::cmp::Reverse(bytes(entry)));
+        let names: Vec<&str> =
+            header.into_iter().chain(inside.into_iter().map(|entry| entry.name.as_str())).collect();
         let shown = names[..names.len().min(SHOWN)].join(", ");
         match names.len().saturating_sub(SHOWN) {
             0 => shown,

@@ -38,7 +38,14 @@ pub trait Backend: Sized {
     fn embed(&mut self, table: &Self::Weight, first_row: usize, tokens: &[u32], out: &mut Self::Buffer);
 
     /// `out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight`, `weight` `[width]`.
-    fn rms_norm(&mut self, x: &Self::Buffer, rows: usize, weight: &Self::Weight, eps: f32, out: &mut Self::Buffer);
+    fn rms_norm(
+        &mut self,
+        x: &Self::Buffer,
+        rows: usize,
+        weight: &Self::Weight,
+        eps: f32,
+        out: &mut Self::Buffer,
+    );
 
     /// `x += y` over `rows` rows of `width`.
     fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, rows: usize, width: usize);
@@ -54,7 +61,10 @@ pub trait Backend: Sized {
     ///
     /// `q` `[T, heads * (nope + rope)]`, `kv` `[T, kv_lora + rope]` (the output of `kv_a_proj_with_mqa`), `kv_norm`
     /// `[kv_lora]`, `cache` `[blocks * BLOCK_TOKENS, kv_lora + rope]`.
-    #[allow(clippy::too_many_arguments, reason = "one shape, three inputs, one batch, two outputs: nothing to fold")]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one shape, three inputs, one batch, two outputs: nothing to fold"
+    )]
     fn mla_store(
         &mut self,
         shape: &MlaShape,
@@ -94,7 +104,10 @@ pub trait Backend: Sized {
     /// `out[t] = sum over the chosen k of weight_k * down_k(silu(gate_k x[t]) * up_k x[t])`, over the local experts only.
     ///
     /// `experts` are stacks over the local experts: gate and up `[e, intermediate, hidden]`, down `[e, hidden, intermediate]`.
-    #[allow(clippy::too_many_arguments, reason = "one shape, the experts, two inputs, one output: nothing to fold")]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one shape, the experts, two inputs, one output: nothing to fold"
+    )]
     fn experts(
         &mut self,
         shape: &MoeShape,

@@ -1,1 +1,225 @@
 //! The backend for processors.
+//!
+//! Weights stay in the checkpoint's blocks, which are decoded in pieces that fit the cache and multiplied with every row of
+//! the batch while they are there. Activations and sums are f32. Hot loops are written once over arrays of lanes and
+//! compiled for several instruction sets; the fastest that the processor has is chosen when the backend is made.
+
+mod attention;
+mod blend;
+mod dots;
+mod elementwise;
+mod experts;
+mod isa;
+mod lanes;
+mod product;
+mod rotary;
+mod router;
+mod rows;
+mod weight;
+mod workers;
+
+pub use isa::Isa;
+pub use weight::Weight;
+
+use crate::shape::{MlaShape, MoeShape, Span};
+use crate::{Backend, Error, ExpertWeights, HostBuffer};
+use attention::Attention;
+use elementwise::{RmsNorm, SwiGlu};
+use formats::TensorView;
+use isa::Proven;
+use product::{Job, Product};
+use rows::{Order, Rows};
+use std::ops::Range;
+use workers::{Workers, grown};
+
+/// A number of threads of this machine.
+///
+/// All working memory belongs to the backend and only grows: with one thread, a step no larger than one before allocates
+/// nothing.
+#[derive(Debug)]
+pub struct Cpu {
+    isa: Proven,
+    workers: Workers,
+    /// A product before its rows are put together.
+    tiles: Vec<f32>,
+    /// A decoded 1-D weight.
+    vector: Vec<f32>,
+    angles: rotary::Angles,
+    attention: attention::Buffers,
+    experts: experts::Buffers,
+}
+
+impl Cpu {
+    /// A backend with `threads` threads of its own; with one, all work is done by the caller.
+    ///
+    /// # Errors
+    /// [`Error::Threads`] when `threads` is 0 or the system starts no more.
+    pub fn new(threads: usize) -> Result<Self, Error> {
+        Self::with(Proven::best(), threads)
+    }
+
+    /// The same with an instruction set of choice.
+    ///
+    /// # Errors
+    /// [`Error::Isa`] when the processor lacks it; those of [`Cpu::new`].
+    pub fn with_isa(isa: Isa, threads: usize) -> Result<Self, Error> {
+        Self::with(Proven::new(isa).ok_or(Error::Isa { isa })?, threads)
+    }
+
+    fn with(isa: Proven, threads: usize) -> Result<Self, Error> {
+        Ok(Self {
+            isa,
+            workers: Workers::new(threads)?,
+            tiles: Vec::new(),
+            vector: Vec::new(),
+            angles: rotary::Angles::default(),
+            attention: attention::Buffers::default(),
+            experts: experts::Buffers::default(),
+        })
+    }
+}
+
+impl Backend for Cpu {
+    type Weight = Weight;
+    type Buffer = HostBuffer;
+
+    fn weight(&self, view: TensorView) -> Result<Weight, Error> {
+        Weight::new(view)
+    }
+
+    fn zeros(&self, len: usize) -> Result<HostBuffer, Error> {
+        Ok(HostBuffer::zeros(len))
+    }
+
+    fn write(&mut self, buffer: &mut HostBuffer, values: &[f32]) {
+        buffer.values_mut()[..values.len()].copy_from_slice(values);
+    }
+
+    fn read(&mut self, buffer: &HostBuffer, range: Range<usize>, values: &mut [f32]) {
+        values.copy_from_slice(&buffer.values()[range]);
+    }
+
+    fn embed(&mut self, table: &Weight, first_row: usize, tokens: &[u32], out: &mut HostBuffer) {
+        let (isa, len) = (self.isa, tokens.len() * table.cols);
+        self.workers.chunks(&mut out.values_mut()[..len], table.cols, len, |t, out, _| {
+            match (tokens[t] as usize).checked_sub(first_row) {
+                Some(row) if row < table.rows => table.decode(isa, row, 0..table.cols, out),
+                _ => out.fill(0.0),
+            }
+        });
+    }
+
+    fn rms_norm(&mut self, x: &HostBuffer, rows: usize, weight: &Weight, eps: f32, out: &mut HostBuffer) {
+        let (isa, width) = (self.isa, weight.cols);
+        let weight = decoded(&mut self.vector, isa, weight);
+        let x = &x.values()[..rows * width];
+        self.workers.chunks(&mut out.values_mut()[..rows * width], width, rows * width, |t, out, _| {
+            isa.run(RmsNorm { x: &x[t * width..][..width], weight, eps }, out);
+        });
+    }
+
+    fn add(&mut self, x: &mut HostBuffer, y: &HostBuffer, rows: usize, width: usize) {
+        let y = &y.values()[..rows * width];
+        self.workers.chunks(&mut x.values_mut()[..rows * width], width, rows * width, |t, x, _| {
+            for (x, y) in x.iter_mut().zip(&y[t * width..]) {
+                *x += y;
+            }
+        });
+    }
+
+    fn matmul(&mut self, w: &Weight, x: &HostBuffer, rows: usize, out: &mut HostBuffer) {
+        let product = Product {
+            w,
+            x: Rows::new(&x.values()[..rows * w.cols], w.cols),
+            jobs: &[Job { expert: 0, start: 0, len: rows }],
+            out_rows: rows,
+            outputs: Order::Same,
+            factors: None,
+        };
+        product.rows(self.isa, &self.workers, &mut self.tiles, &mut out.values_mut()[..rows * w.rows]);
+    }
+
+    fn swiglu(&mut self, gate: &mut HostBuffer, up: &HostBuffer, rows: usize, width: usize) {
+        let (isa, len) = (self.isa, rows * width);
+        let up = &up.values()[..len];
+        // An exponential is worth about eight multiply-adds.
+        self.workers.chunks(&mut gate.values_mut()[..len], width, len * 8, |t, gate, _| {
+            isa.run(SwiGlu { up: &up[t * width..][..width] }, gate);
+        });
+    }
+
+    fn mla_store(
+        &mut self,
+        shape: &MlaShape,
+        kv: &HostBuffer,
+        kv_norm: &Weight,
+        spans: &[Span<'_>],
+        q: &mut HostBuffer,
+        cache: &mut HostBuffer,
+    ) {
+        let kv_norm = decoded(&mut self.vector, self.isa, kv_norm);
+        let (kv, q, cache) = (kv.values(), q.values_mut(), cache.values_mut());
+        for span in spans {
+            rotary::store(self.isa, shape, kv, kv_norm, span, &mut self.angles, q, cache);
+        }
+    }
+
+    fn mla_attention(
+        &mut self,
+        shape: &MlaShape,
+        q: &HostBuffer,
+        kv_b: &Weight,
+        cache: &HostBuffer,
+        spans: &[Span<'_>],
+        out: &mut HostBuffer,
+    ) {
+        let attention = Attention { shape, q: q.values(), kv_b, cache: cache.values(), spans };
+        attention.run(self.isa, &self.workers, &mut self.attention, out.values_mut());
+    }
+
+    fn route(
+        &mut self,
+        shape: &MoeShape,
+        logits: &HostBuffer,
+        bias: Option<&Weight>,
+        rows: usize,
+        choice: &mut HostBuffer,
+    ) {
+        let (e, k) = (shape.n_routed_experts, shape.num_experts_per_tok);
+        let bias = bias.map(|bias| decoded(&mut self.vector, self.isa, bias));
+        let logits = &logits.values()[..rows * e];
+        // Every choice scans the experts that are left.
+        let work = rows * e * (k + 8);
+        self.workers.chunks(&mut choice.values_mut()[..rows * 2 * k], 2 * k, work, |t, choice, scratch| {
+            router::route(shape, &logits[t * e..][..e], bias, &mut scratch.router, choice);
+        });
+    }
+
+    fn experts(
+        &mut self,
+        shape: &MoeShape,
+        experts: &ExpertWeights<Weight>,
+        x: &HostBuffer,
+        choice: &HostBuffer,
+        rows: usize,
+        out: &mut HostBuffer,
+    ) {
+        let (x, choice) = (x.values(), choice.values());
+        let out = &mut out.values_mut()[..rows * shape.hidden];
+        experts::experts(self.isa, &self.workers, &mut self.experts, shape, experts, x, choice, rows, out);
+    }
+
+    fn gather_rows(&mut self, x: &HostBuffer, rows: &[usize], width: usize, out: &mut HostBuffer) {
+        let x = x.values();
+        for (i, &row) in rows.iter().enumerate() {
+            out.values_mut()[i * width..][..width].copy_from_slice(&x[row * width..][..width]);
+        }
+    }
+}
+
+/// The values of a 1-D weight.
+fn decoded<'a>(vector: &'a mut Vec<f32>, isa: Proven, weight: &Weight) -> &'a [f32] {
+    let vector = grown(vector, weight.cols);
+    weight.decode(isa, 0, 0..weight.cols, vector);
+    vector
+}

@@ -1,5 +1,6 @@
 //! What a backend can refuse.
 
+use crate::cpu::Isa;
 use formats::Dtype;
 
 /// A device's refusal. Arguments of wrong sizes are mistakes of the caller and panic instead.
@@ -7,7 +8,9 @@ use formats::Dtype;
 #[non_exhaustive]
 pub enum Error {
     /// A weight type without a product here.
-    #[error("weights of type {dtype} have no product on this backend; convert the model from another quantisation")]
+    #[error(
+        "weights of type {dtype} have no product on this backend; convert the model from another quantisation"
+    )]
     UnsupportedType {
         /// The type.
         dtype: Dtype,
@@ -19,6 +22,12 @@ pub enum Error {
         expected: &'static str,
         /// What was given.
         found: String,
+    },
+    /// An instruction set that was asked for by name.
+    #[error("this processor has no {isa} instructions; use `Cpu::new`, which chooses what there is")]
+    Isa {
+        /// The instruction set.
+        isa: Isa,
     },
     /// The worker threads could not be started.
     #[error("cannot start {threads} worker threads: {cause}")]

@@ -1,5 +1,7 @@
 //! Argument structs of the operations: what does not change from step to step, and what a batch is.
 
+use crate::Error;
+use formats::TensorView;
 use formats::config::{RopeConfig, RouterConfig};
 use std::ops::Range;
 
@@ -98,4 +100,19 @@ impl Span<'_> {
     pub fn slot(&self, position: usize) -> usize {
         self.blocks[position / BLOCK_TOKENS] as usize * BLOCK_TOKENS + position % BLOCK_TOKENS
     }
+}
+
+/// A weight's dimensions as `[experts, rows, cols]`; those that it lacks are 1.
+pub(crate) fn dims_of(view: &TensorView) -> Result<[usize; 3], Error> {
+    let refusal = || Error::WeightShape {
+        expected: "1 to 3 dimensions that this machine can address",
+        found: view.shape().to_string(),
+    };
+    let given = view.shape().dims();
+    let mut dims = [1; 3];
+    let first = dims.len().checked_sub(given.len()).ok_or_else(refusal)?;
+    for (dim, &given) in dims[first..].iter_mut().zip(given) {
+        *dim = usize::try_from(given).map_err(|_| refusal())?;
+    }
+    Ok(dims)
 }

@@ -20,6 +20,19 @@ pub enum Error {
     /// The device, for something that is no weight.
     #[error(transparent)]
     Device(#[from] kernels::Error),
+    /// A rank or the engine ended before its time.
+    #[error("{0}")]
+    Stopped(String),
+    /// An option that cannot be met.
+    #[error("{option}: expected {expected}, found {found}")]
+    Option {
+        /// The command line's name of it.
+        option: &'static str,
+        /// What it must be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
     /// A file of the checkpoint beside the weights.
     #[error("{path}: {why}")]
     File {

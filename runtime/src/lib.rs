@@ -3,11 +3,26 @@
 //! Data goes one way: `Checkpoint` -> `load` -> `Model`; requests -> `Sequence` -> `Scheduler` -> `Batch` ->
 //! `Model::forward` -> logits -> `Sampler` -> `server`. Nothing here knows GGUF or has an architecture's name in it.
 
+pub mod batch;
+pub mod comm;
+pub mod dialect;
 pub mod engine;
 mod error;
+pub mod generation;
+pub mod kv_cache;
+pub mod load;
+pub mod logits;
+mod mla;
+pub mod model;
+mod moe;
+pub mod rank;
 pub mod sampler;
+pub mod scheduler;
+pub mod sequence;
 pub mod server;
 pub mod template;
+pub mod text;
 pub mod tokenizer;
+pub mod verify;
 
 pub use error::Error;

@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use formats::checkpoint::Checkpoint;
-use runtime::engine::Arithmetic;
+use runtime::engine::{Arithmetic, Engine, EngineOptions, Event, EventStream, FinishReason, GenerationRequest};
 use runtime::logits::{LogitsOptions, LogitsRunner};
+use runtime::sampler::SamplingParams;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -32,20 +33,26 @@ fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
     a.iter().zip(b).map(|(a, b)| max_abs_difference(a, b)).fold(0.0, f32::max)
 }
 
-fn argmax(row: &[f32]) -> u32 {
-    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
-    best.0 as u32
-}
-
-/// Continues the prompt with the best token until the oracle's stop token.
-fn greedy(runner: &mut LogitsRunner, chat: &Chat) -> Vec<u32> {
-    let mut tokens = chat.tokens.clone();
-    loop {
-        let next = argmax(&runner.run(&tokens, Some(1)).unwrap().values);
-        if next == chat.stop || tokens.len() > chat.tokens.len() + chat.greedy.len() {
-            return tokens.split_off(chat.tokens.len());
-        }
-        tokens.push(next);
+/// The engine's greedy answer to every prompt, all at the same time, held against the oracle's token for token.
+fn expect_greedy_answers(dir: &Path, arithmetic: Arithmetic, chats: &[Chat]) {
+    let engine = Engine::start(dir, &EngineOptions { arithmetic, ..EngineOptions::default() }).unwrap();
+    let submit = |chat: &Chat| {
+        let sampling = SamplingParams::greedy();
+        let stop_token_ids = vec![chat.stop];
+        let request = GenerationRequest { prompt: chat.tokens.clone(), sampling, max_tokens: 100, stop_token_ids };
+        engine.handle().submit(request).unwrap()
+    };
+    let streams: Vec<EventStream> = chats.iter().map(submit).collect();
+    for (i, (chat, mut stream)) in chats.iter().zip(streams).enumerate() {
+        let mut tokens = Vec::new();
+        let end = loop {
+            match stream.blocking_recv().unwrap() {
+                Event::Token(token) => tokens.push(token),
+                end => break end,
+            }
+        };
+        assert_eq!(tokens, chat.greedy, "{} chat {i}, {arithmetic:?}", dir.display());
+        assert_eq!(end, Event::Finished(FinishReason::Stop(chat.stop)));
     }
 }
 
@@ -124,7 +131,8 @@ fn fast_logits_are_close_and_greedy_answers_equal_on_any_number_of_ranks() {
         let mut first: Option<Vec<Vec<Vec<f32>>>> = None;
         for ranks in RANKS {
             let temp = TempDir::new().unwrap();
-            let mut runner = runner(&fixture.convert(temp.path(), ranks), Arithmetic::Fast);
+            let dir = fixture.convert(temp.path(), ranks);
+            let mut runner = runner(&dir, Arithmetic::Fast);
             let found: Vec<_> = oracles.iter().map(|oracle| rows(&mut runner, oracle)).collect();
             let divergences: Vec<f64> = found
                 .iter()
@@ -155,10 +163,7 @@ fn fast_logits_are_close_and_greedy_answers_equal_on_any_number_of_ranks() {
 fn reference_greedy_answers_equal() {
     for fixture in fixtures() {
         let temp = TempDir::new().unwrap();
-        let mut runner = runner(&fixture.convert(temp.path(), 3), Arithmetic::Reference);
-        for (i, chat) in fixture.chats().iter().enumerate() {
-            assert_eq!(greedy(&mut runner, chat), chat.greedy, "{} chat {i}", fixture.name);
-        }
+        expect_greedy_answers(&fixture.convert(temp.path(), 3), Arithmetic::Reference, &fixture.chats());
     }
 }
 

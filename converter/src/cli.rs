@@ -1,0 +1,316 @@
+//! The command line: arguments, what is printed, exit codes.
+
+use crate::execute;
+use crate::extract::extract;
+use crate::inspect::inspect;
+use crate::plan::{Options, Plan, UnknownTensors};
+use crate::side_files::side_files;
+use crate::verify::{self, verify};
+use crate::work::{Control, Progress};
+use crate::writer::Existing;
+use crate::{Error, error::human_bytes};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use formats::gguf::GgufSet;
+use formats::manifest::{ExpertCut, MAX_RANKS};
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::{ErrorKind, Write as _};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Turns GGUF files of MLA + mixture-of-experts models into native checkpoints: one file per GPU, every weight cut, rejoined
+/// and in the precision that the model needs.
+#[derive(Parser, Debug)]
+#[command(name = "shardmill", version, arg_required_else_help = true, after_help = EXAMPLES)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  shardmill plan GLM-5-UD-Q4_K_XL-00001-of-00009.gguf --ranks 8
+  shardmill convert GLM-5-UD-Q4_K_XL-00001-of-00009.gguf glm-5 --ranks 8
+  shardmill verify glm-5 --source GLM-5-UD-Q4_K_XL-00001-of-00009.gguf
+
+Exit codes: 0 done, 1 the check failed (verify), 2 bad input or usage, 130 interrupted.";
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Shows what `convert` would do, without reading more than the headers.
+    #[command(after_help = "Example:\n  shardmill plan model.gguf --ranks 4 --experts expert")]
+    Plan {
+        #[command(flatten)]
+        input: Input,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Converts a GGUF model to a checkpoint directory.
+    #[command(after_help = "Example:\n  shardmill convert model-00001-of-00003.gguf checkpoint --ranks 8")]
+    Convert {
+        #[command(flatten)]
+        input: Input,
+        /// The checkpoint's directory; it must not exist.
+        out: PathBuf,
+        /// Threads; one for each CPU unless given, at most 48.
+        #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+        threads: Option<u16>,
+        /// No progress and no summary.
+        #[arg(long, short)]
+        quiet: bool,
+        /// Print the summary as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Checks a checkpoint against its digests and manifests and, with --source, against the GGUF files.
+    #[command(after_help = "Example:\n  shardmill verify checkpoint --source model-00001-of-00003.gguf")]
+    Verify {
+        /// The checkpoint's directory.
+        dir: PathBuf,
+        /// The GGUF file that it was made from; any part of a split one.
+        #[arg(long)]
+        source: Option<PathBuf>,
+        /// Threads; one for each CPU unless given, at most 48.
+        #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+        threads: Option<u16>,
+        /// Nothing but failures.
+        #[arg(long, short)]
+        quiet: bool,
+        /// Print the report as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Shows what is in a GGUF file of any architecture, a checkpoint or a rank file.
+    #[command(
+        after_help = "Examples:\n  shardmill inspect model.gguf\n  shardmill inspect checkpoint --tensor model.layers.3.self_attn.kv_b_proj.weight"
+    )]
+    Inspect {
+        /// GGUF file, checkpoint directory or rank file.
+        path: PathBuf,
+        /// Only this tensor, by its GGUF or native name.
+        #[arg(long)]
+        tensor: Option<String>,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Writes one tensor, whole and as f32, to a safetensors file.
+    #[command(
+        after_help = "Examples:\n  shardmill extract model.gguf --tensor blk.3.attn_k_b.weight --out k_b.safetensors\n  shardmill extract checkpoint --tensor model.layers.3.self_attn.kv_b_proj.weight --out kv_b.safetensors"
+    )]
+    Extract {
+        /// GGUF file or checkpoint directory.
+        input: PathBuf,
+        /// Its GGUF or native name, which is also its name in the file written.
+        #[arg(long)]
+        tensor: String,
+        /// The file to write.
+        #[arg(long)]
+        out: PathBuf,
+        /// Replace a file that exists.
+        #[arg(long)]
+        force: bool,
+        /// Print what was written as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+#[derive(Args, Debug)]
+struct Input {
+    /// The GGUF file; any part of a split one.
+    input: PathBuf,
+    /// Rank files to make: one for each GPU.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=MAX_RANKS as i64))]
+    ranks: u16,
+    /// How routed experts are cut.
+    #[arg(long, value_enum, default_value_t = Experts::Tensor)]
+    experts: Experts,
+    /// Leave out tensors that are not known for this model, instead of refusing them.
+    #[arg(long)]
+    allow_unknown: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Experts {
+    /// Every rank has a slice of every expert.
+    Tensor,
+    /// Every rank has some experts whole.
+    Expert,
+}
+
+impl Input {
+    fn plan(&self) -> Result<(GgufSet, Plan), Error> {
+        let set = GgufSet::open(&self.input)?;
+        let options = Options {
+            ranks: self.ranks.into(),
+            experts: match self.experts {
+                Experts::Tensor => ExpertCut::Tensor,
+                Experts::Expert => ExpertCut::Expert,
+            },
+            unknown: if self.allow_unknown { UnknownTensors::Skip } else { UnknownTensors::Refuse },
+        };
+        let plan = Plan::new(&set, options)?;
+        Ok((set, plan))
+    }
+}
+
+/// How a command that did its work ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Exit code 0.
+    Done,
+    /// Exit code 1: the checkpoint is not right.
+    CheckFailed,
+}
+
+impl Cli {
+    /// Does what the arguments say and prints it. Work stops when `interrupt` becomes true.
+    ///
+    /// # Errors
+    /// Any error of the library.
+    pub fn run(self, interrupt: Arc<AtomicBool>) -> Result<Outcome, Error> {
+        let control = |threads: Option<u16>, quiet: bool| {
+            let progress = if quiet { Progress::Quiet } else { Progress::Shown };
+            Control::new(threads.map(usize::from), interrupt, progress)
+        };
+        match self.command {
+            Command::Plan { input, json } => {
+                let (_, plan) = input.plan()?;
+                print(if json { to_json(&plan.report()) } else { plan.text() })?;
+            }
+            Command::Convert { input, out, threads, quiet, json } => {
+                let (set, plan) = input.plan()?;
+                let files = side_files(&set)?;
+                let summary = execute::convert(&set, &plan, &files, &out, &control(threads, quiet))?;
+                if json {
+                    print(to_json(&summary))?;
+                } else if !quiet {
+                    print(summary_text(&summary))?;
+                }
+            }
+            Command::Verify { dir, source, threads, quiet, json } => {
+                let report = verify(&dir, source.as_deref(), &control(threads, quiet || json))?;
+                match (json, quiet && report.ok) {
+                    (true, _) => print(to_json(&report))?,
+                    (false, true) => {}
+                    (false, false) => print(report_text(&report))?,
+                }
+                if !report.ok {
+                    return Ok(Outcome::CheckFailed);
+                }
+            }
+            Command::Inspect { path, tensor, json } => {
+                let found = inspect(&path, tensor.as_deref())?;
+                print(if json { to_json(&found.json) } else { found.text })?;
+            }
+            Command::Extract { input, tensor, out, force, json } => {
+                let existing = if force { Existing::Replace } else { Existing::Refuse };
+                let written = extract(&input, &tensor, &out, existing)?;
+                print(if json {
+                    to_json(&written)
+                } else {
+                    format!(
+                        "{}: {} F32 {}, {}, from {}\n",
+                        written.out.display(),
+                        written.tensor,
+                        written.shape,
+                        human_bytes(written.bytes),
+                        written.made_from.join(" and ")
+                    )
+                })?;
+            }
+        }
+        Ok(Outcome::Done)
+    }
+}
+
+fn summary_text(summary: &execute::Summary) -> String {
+    let bytes = summary.source_bytes + summary.rank_bytes;
+    format!(
+        "{}: {} rank files, {} tensors each ({} skipped), {} from {} in {:.1} s ({:.2} GB/s read and written)\n",
+        summary.out.display(),
+        summary.ranks,
+        summary.tensors,
+        summary.skipped,
+        human_bytes(summary.rank_bytes),
+        human_bytes(summary.source_bytes),
+        summary.seconds,
+        bytes as f64 / 1e9 / summary.seconds
+    )
+}
+
+fn report_text(report: &verify::Report) -> String {
+    /// Failures that are printed; JSON has all of them.
+    const PRINTED: usize = 20;
+    let mut text = String::new();
+    let dir = report.dir.display();
+    // Writing to a String cannot fail.
+    if !report.ok {
+        for failure in report.failures.iter().take(PRINTED) {
+            let _ = writeln!(text, "{}", one_line(failure));
+        }
+        if let Some(more) = report.failures.len().checked_sub(PRINTED).filter(|&n| n > 0) {
+            let _ = writeln!(text, "... and {more} more; --json lists all");
+        }
+        let _ = writeln!(text, "{dir}: FAILED, {} faults", report.failures.len());
+        return text;
+    }
+    let _ = writeln!(text, "{dir}: ok");
+    let _ = writeln!(
+        text,
+        "  files    {} with {} ({} rank files): every digest is right",
+        report.files,
+        human_bytes(report.bytes),
+        report.ranks
+    );
+    let _ = writeln!(
+        text,
+        "  tensors  {}: {} cut, whose parts make up the whole; {} on every rank",
+        report.tensors,
+        report.cut,
+        report.tensors - report.cut
+    );
+    let mut bytes = report.bytes;
+    if let Some(source) = &report.source {
+        bytes += source.bytes;
+        let _ = writeln!(
+            text,
+            "  source   {} in {} file{}, as the conversion read: {} tensors are its own bytes, {} dequantised and {} rejoined ones are right bit for bit",
+            human_bytes(source.bytes),
+            source.files,
+            if source.files == 1 { "" } else { "s" },
+            source.copied,
+            source.dequantized,
+            source.joined
+        );
+    }
+    let _ = writeln!(text, "  {:.1} s, {:.2} GB/s", report.seconds, bytes as f64 / 1e9 / report.seconds);
+    text
+}
+
+fn to_json(value: &impl Serialize) -> String {
+    let mut text = serde_json::to_string_pretty(value).expect("reports always become JSON");
+    text.push('\n');
+    text
+}
+
+/// Prints to stdout; a reader that has seen enough is no error.
+fn print(text: String) -> Result<(), Error> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
+            Err(Error::Io { path: "stdout".into(), action: "cannot write".to_owned(), source: e })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The text without line breaks and other control characters, whatever a file's names hold.
+pub fn one_line(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| if c.is_control() { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
+        .collect()
+}

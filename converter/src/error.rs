@@ -1,0 +1,204 @@
+//! The crate's error type, and the exit code that each kind of error means.
+
+use std::path::{Path, PathBuf};
+
+/// What keeps a command from doing its work. Every message is one line that says what was found and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A fault of a file, named by the formats crate.
+    #[error(transparent)]
+    Formats(#[from] formats::Error),
+    /// A fault inside the named file.
+    #[error("{path}: {source}")]
+    In {
+        /// The file.
+        path: PathBuf,
+        /// The fault.
+        source: Box<Error>,
+    },
+    /// A model of an architecture that is not in the table.
+    #[error("{path}: general.architecture: {found:?} is not supported; supported are {supported}")]
+    Architecture {
+        /// The GGUF file.
+        path: PathBuf,
+        /// Its architecture.
+        found: String,
+        /// The table's names with their models.
+        supported: String,
+    },
+    /// Tensors whose names nothing here knows.
+    #[error(
+        "{path}: tensor {tensor}: not known for this model ({count} such tensors); check that the file is a {architecture} model, or leave them out with --allow-unknown"
+    )]
+    UnknownTensor {
+        /// The GGUF file.
+        path: PathBuf,
+        /// The first such tensor.
+        tensor: String,
+        /// How many there are.
+        count: usize,
+        /// What the file says it is.
+        architecture: String,
+    },
+    /// A value that is no finite number in a tensor that has to be computed with.
+    #[error(
+        "tensor {tensor}: expected finite numbers, found {value} at element {element}; the file is damaged or was quantised from a damaged model, get it again"
+    )]
+    NotFinite {
+        /// The tensor.
+        tensor: String,
+        /// NaN, inf or -inf.
+        value: String,
+        /// Its index.
+        element: u64,
+    },
+    /// A joined tensor that is not what its parts say.
+    #[error(
+        "tensor {joined}: expected the values of {parts}, found others from row {row} on; the file contradicts itself, convert the original model again"
+    )]
+    JoinedDiffers {
+        /// The joined tensor.
+        joined: String,
+        /// The tensors that it should be made of.
+        parts: String,
+        /// The first row that differs.
+        row: u64,
+    },
+    /// The output is there already.
+    #[error(
+        "{path}: there is already a {kind} of this name; nothing was touched; name another output or remove it"
+    )]
+    OutputExists {
+        /// The output.
+        path: PathBuf,
+        /// File or directory.
+        kind: &'static str,
+    },
+    /// An unfinished output of the same name.
+    #[error(
+        "{path}: an earlier run was interrupted here, or one is going on now; remove this {kind} if none is"
+    )]
+    PartialExists {
+        /// The unfinished output.
+        path: PathBuf,
+        /// File or directory.
+        kind: &'static str,
+    },
+    /// The folder for the output is not there.
+    #[error("{path}: there is no such directory to write {name} into; create it first")]
+    NoParent {
+        /// The folder.
+        path: PathBuf,
+        /// The output's own name.
+        name: String,
+    },
+    /// An output name that is none.
+    #[error("{path}: not a name for an output; name a new file or directory")]
+    OutputName {
+        /// What was given.
+        path: PathBuf,
+    },
+    /// Too little space on the disk.
+    #[error(
+        "{path}: {needed} bytes are needed ({}) and {free} are free ({}); free some space or write elsewhere",
+        human_bytes(*.needed), human_bytes(*.free)
+    )]
+    NoSpace {
+        /// Where it should go.
+        path: PathBuf,
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes free.
+        free: u64,
+    },
+    /// The operating system refused.
+    #[error("{path}: {action}: {source}")]
+    Io {
+        /// File or directory.
+        path: PathBuf,
+        /// What was tried, with the number of bytes where there is one.
+        action: String,
+        /// Its answer.
+        source: std::io::Error,
+    },
+    /// A tensor name that is not in the file.
+    #[error("{path}: no tensor is called {name:?}{}", closest(.similar))]
+    NoSuchTensor {
+        /// File or directory.
+        path: PathBuf,
+        /// What was asked for.
+        name: String,
+        /// Names that look like it.
+        similar: Vec<String>,
+    },
+    /// A file that is no GGUF file, rank file or checkpoint.
+    #[error("{path}: {what}")]
+    Input {
+        /// The file.
+        path: PathBuf,
+        /// What it is and what to do.
+        what: String,
+    },
+    /// Ctrl-C or SIGTERM.
+    #[error("interrupted; the unfinished output was removed")]
+    Interrupted,
+}
+
+impl Error {
+    pub(crate) fn io(path: &Path, action: impl Into<String>, source: std::io::Error) -> Self {
+        Self::Io { path: path.to_owned(), action: action.into(), source }
+    }
+
+    /// The same error, said of a file.
+    pub(crate) fn in_file(self, path: &Path) -> Self {
+        Self::In { path: path.to_owned(), source: Box::new(self) }
+    }
+
+    /// A metadata key of a file that is missing or wrong.
+    pub(crate) fn key(path: &Path, key: &str, expected: impl Into<String>, found: impl Into<String>) -> Self {
+        let error =
+            formats::Error::Key { key: key.to_owned(), expected: expected.into(), found: found.into() };
+        Self::Formats(error.in_file(path))
+    }
+
+    /// A tensor of a file that is missing or wrong.
+    pub(crate) fn tensor(
+        path: &Path,
+        tensor: &str,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        let error = formats::Error::Tensor {
+            tensor: tensor.to_owned(),
+            expected: expected.into(),
+            found: found.into(),
+        };
+        Self::Formats(error.in_file(path))
+    }
+
+    /// The exit code of a program that ends with this error: 130 for an interruption, otherwise 2.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Interrupted => 130,
+            _ => 2,
+        }
+    }
+}
+
+/// `1.50 GB`, `72.3 MB`, `512 B`.
+pub(crate) fn human_bytes(bytes: u64) -> String {
+    match bytes {
+        0..1_000 => format!("{bytes} B"),
+        1_000..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
+    }
+}
+
+fn closest(similar: &[String]) -> String {
+    match similar {
+        [] => "; `shardmill inspect` lists what there is".to_owned(),
+        names => format!("; the closest names are {}", names.join(", ")),
+    }
+}

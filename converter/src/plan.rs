@@ -1,0 +1,407 @@
+//! The plan of a conversion: a pure function of the files' headers, the model and the options.
+
+mod layout;
+mod report;
+
+pub use layout::{Placed, RankLayout};
+pub(crate) use layout::{safetensors_dtype, safetensors_shape};
+pub use report::PlanReport;
+
+use crate::arch::Model;
+use crate::native::{self, Cut, NativeTensor, Need, Part, Stored};
+use crate::partition::{Partition, head_unit};
+use crate::transform::{Half, HeadDims, KvB, Region, SourceTensor, Transform};
+use crate::{Error, arch};
+use formats::config::{FfnConfig, IndexerRole};
+use formats::gguf::GgufSet;
+use formats::manifest::{ExpertCut, Shard, Skipped};
+use formats::name::{LayerRole, ModelRole};
+use formats::{Dtype, LayerIdx, Shape, TensorName, bytes_of, quant};
+use serde::Serialize;
+use std::collections::HashSet;
+
+/// What a user chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Rank files to make, 1 to [`formats::manifest::MAX_RANKS`].
+    pub ranks: usize,
+    /// How routed experts are cut.
+    pub experts: ExpertCut,
+    /// What becomes of tensors that no table knows.
+    pub unknown: UnknownTensors,
+}
+
+/// What becomes of tensors that no table knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnknownTensors {
+    /// They are an error.
+    Refuse,
+    /// They are left out and listed.
+    Skip,
+}
+
+/// Everything that a conversion will do.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The model.
+    pub model: Model,
+    /// The options it was made with.
+    pub options: Options,
+    /// The native tensors: trunk, indexers, MTP layers, each in the order of execution.
+    pub tensors: Vec<Planned>,
+    /// The source's tensors that are left out.
+    pub skipped: Vec<Skipped>,
+    /// One for each rank.
+    pub layouts: Vec<RankLayout>,
+    /// Bytes of the source's files.
+    pub source_bytes: u64,
+}
+
+/// One native tensor.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// What it is.
+    pub role: TensorName,
+    /// Native name.
+    pub name: String,
+    /// Over all ranks.
+    pub shape: Shape,
+    /// How it is made.
+    pub transform: Transform,
+    /// How it is cut; `None` when every rank has all of it.
+    pub cut: Option<AxisCut>,
+}
+
+/// A cut of one axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AxisCut {
+    /// The axis, 0 outermost.
+    pub axis: usize,
+    /// The indices of each rank.
+    pub partition: Partition,
+    /// What the indices are.
+    pub by: CutBy,
+}
+
+/// What the indices of a cut axis are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CutBy {
+    /// Attention heads, of `per_head` indices each.
+    Heads {
+        /// Indices of one head.
+        per_head: u64,
+    },
+    /// Columns of a down projection, or the rows of gate and up that make them.
+    Width,
+    /// Rows of the vocabulary.
+    Vocabulary,
+    /// Whole experts.
+    Experts,
+}
+
+impl Planned {
+    /// Type in the checkpoint.
+    pub fn dtype(&self) -> Dtype {
+        self.transform.dtype()
+    }
+
+    /// Which part rank `rank` has.
+    pub fn shard(&self, rank: usize) -> Shard {
+        match &self.cut {
+            None => Shard::REPLICATED,
+            Some(AxisCut { axis, partition, .. }) => {
+                let range = partition.range(rank);
+                Shard::Cut { axis: *axis, start: range.start, len: range.end - range.start }
+            }
+        }
+    }
+
+    /// Shape of that part.
+    pub fn shard_shape(&self, rank: usize) -> Shape {
+        match self.shard(rank) {
+            Shard::Whole(_) => self.shape.clone(),
+            Shard::Cut { axis, len, .. } => self.shape.with_dim(axis, len),
+        }
+    }
+
+    /// Bytes of that part.
+    pub fn shard_bytes(&self, rank: usize) -> u64 {
+        bytes_of(self.dtype(), &self.shard_shape(rank)).expect("cuts are at block boundaries")
+    }
+
+    pub(crate) fn region(&self, rank: usize) -> Region {
+        match &self.cut {
+            None => Region::Whole,
+            Some(cut) => Region::Range { axis: cut.axis, indices: cut.partition.range(rank) },
+        }
+    }
+}
+
+impl Plan {
+    /// Reads the model and decides on everything.
+    ///
+    /// # Errors
+    /// An error naming the file and the key or tensor.
+    pub fn new(set: &GgufSet, options: Options) -> Result<Self, Error> {
+        let model = arch::describe(set)?;
+        let mut planner = Planner { set, model: &model, options, used: HashSet::new() };
+        let natives = native::tensors(&model.config, options.experts).map_err(|e| e.in_file(set.path()))?;
+        let mut parts: Vec<(Part, Planned)> = Vec::with_capacity(natives.len());
+        for native in &natives {
+            if let Some(planned) = planner.plan(native)? {
+                parts.push((native.part, planned));
+            }
+        }
+        let skipped = planner.skipped()?;
+        parts.sort_by_key(|(part, _)| *part);
+        let tensors: Vec<Planned> = parts.into_iter().map(|(_, planned)| planned).collect();
+        let layouts = (0..options.ranks).map(|rank| RankLayout::new(&tensors, rank, options.ranks)).collect();
+        Ok(Self { model, options, tensors, skipped, layouts, source_bytes: set.total_len() })
+    }
+
+    /// Bytes of all rank files and an upper bound for the manifests beside them.
+    pub fn disk_bytes(&self) -> u64 {
+        const BYTES_PER_ENTRY: u64 = 1024;
+        const BYTES_PER_CHUNK: u64 = 80;
+        let files: u64 = self.layouts.iter().map(|layout| layout.bytes).sum();
+        let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
+        files + entries + files / formats::digest::CHUNK_BYTES * BYTES_PER_CHUNK
+    }
+}
+
+struct Planner<'a> {
+    set: &'a GgufSet,
+    model: &'a Model,
+    options: Options,
+    /// GGUF names that native tensors are made from.
+    used: HashSet<String>,
+}
+
+impl Planner<'_> {
+    fn plan(&mut self, native: &NativeTensor) -> Result<Option<Planned>, Error> {
+        let there = |name: &str| self.set.info(name).is_some();
+        if let Some(missing) = native::missing_source(native.name, there) {
+            return match native.need {
+                Need::Optional => Ok(None),
+                Need::Required => Err(self.missing(&missing, native)),
+            };
+        }
+        let transform = self.transform(native)?;
+        for source in transform.sources() {
+            self.used.insert(source.name.clone());
+        }
+        let cut = self.cut(native, &transform)?;
+        let name = native.name.native().expect("native tensors have a native name");
+        Ok(Some(Planned { role: native.name, name, shape: native.shape.clone(), transform, cut }))
+    }
+
+    fn transform(&self, native: &NativeTensor) -> Result<Transform, Error> {
+        let own = native.name.gguf();
+        match (native.stored, native.name) {
+            (Stored::F32, _) => Ok(Transform::Dequantize(self.source(&own, &native.shape)?)),
+            (Stored::KvB, TensorName::Layer(layer, _)) => self.join(layer, native),
+            (_, TensorName::Layer(layer, role @ (LayerRole::ExpertsGateProj | LayerRole::ExpertsUpProj)))
+                if self.set.info(&own).is_none() =>
+            {
+                let fused = TensorName::Layer(layer, LayerRole::ExpertsGateUpProj).gguf();
+                let width = native.shape.dims()[1];
+                Ok(Transform::CopyHalf {
+                    source: self.source(&fused, &native.shape.with_dim(1, 2 * width))?,
+                    half: if role == LayerRole::ExpertsGateProj { Half::First } else { Half::Second },
+                })
+            }
+            _ => Ok(Transform::Copy(self.source(&own, &native.shape)?)),
+        }
+    }
+
+    fn join(&self, layer: LayerIdx, native: &NativeTensor) -> Result<Transform, Error> {
+        let a = &self.model.config.attention;
+        let heads = HeadDims { nope: a.qk_nope_head_dim, v: a.v_head_dim, r: a.kv_lora_rank };
+        let [h, nope, v, r] = [a.num_attention_heads, heads.nope, heads.v, heads.r].map(|n| n as u64);
+        let shape = |dims: [u64; 3]| Shape::new(&dims).expect("a part of kv_b_proj, whose product fits");
+        let name = |role| TensorName::Layer(layer, role).gguf();
+        let there = |role| self.set.info(&name(role)).is_some();
+        let joined = || self.source(&name(LayerRole::KvBProj), &native.shape);
+        let from = if there(LayerRole::AttnKB) && there(LayerRole::AttnVB) {
+            KvB::Halves {
+                k_b: self.source(&name(LayerRole::AttnKB), &shape([h, r, nope]))?,
+                v_b: self.source(&name(LayerRole::AttnVB), &shape([h, v, r]))?,
+                joined: there(LayerRole::KvBProj).then(joined).transpose()?,
+            }
+        } else {
+            KvB::Joined(joined()?)
+        };
+        Ok(Transform::JoinKvB { from, heads })
+    }
+
+    fn cut(&self, native: &NativeTensor, transform: &Transform) -> Result<Option<AxisCut>, Error> {
+        let ranks = self.options.ranks;
+        let dims = native.shape.dims();
+        let (axis, partition, by) = match native.cut {
+            Cut::Replicated => return Ok(None),
+            Cut::Vocabulary => (0, Partition::new(dims[0], 1, ranks), CutBy::Vocabulary),
+            Cut::Experts => (0, Partition::new(dims[0], 1, ranks), CutBy::Experts),
+            Cut::Heads { axis, per_head } => {
+                let a = &self.model.config.attention;
+                let unit = head_unit(a.v_head_dim as u64, self.block_len(native.name, LayerRole::OProj));
+                let heads = Partition::new(a.num_attention_heads as u64, unit, ranks);
+                (axis, heads.map(|heads| heads.scaled(per_head)), CutBy::Heads { per_head })
+            }
+            Cut::Width { axis, down } => {
+                (axis, Partition::new(dims[axis], self.block_len(native.name, down), ranks), CutBy::Width)
+            }
+        };
+        match partition {
+            Some(partition) => Ok(Some(AxisCut { axis, partition, by })),
+            None => {
+                let source = transform.sources()[0];
+                let expected = format!("an axis {axis} of whole blocks");
+                Err(Error::tensor(self.set.path(), &source.name, expected, native.shape.to_string()))
+            }
+        }
+    }
+
+    /// Block length of the tensor with `role` in the same layer.
+    fn block_len(&self, name: TensorName, role: LayerRole) -> u64 {
+        let TensorName::Layer(layer, _) = name else { return 1 };
+        let info = self.set.info(&TensorName::Layer(layer, role).gguf());
+        info.map_or(1, |(_, info)| info.dtype.block_len() as u64)
+    }
+
+    /// A source tensor of the expected shape, with numbers in it.
+    fn source(&self, name: &str, expected: &Shape) -> Result<SourceTensor, Error> {
+        let Some((part, info)) = self.set.info(name) else {
+            return Err(Error::tensor(self.set.path(), name, format!("shape {expected}"), "no such tensor"));
+        };
+        let path = &self.set.parts()[part].path;
+        // GGUF leaves out outer dimensions of length 1.
+        let inner =
+            |shape: &Shape| -> Vec<u64> { shape.dims().iter().copied().skip_while(|&n| n == 1).collect() };
+        if inner(&info.shape) != inner(expected) {
+            return Err(Error::tensor(
+                path,
+                name,
+                format!("shape {expected}, which the metadata asks for"),
+                format!("{}; the file contradicts itself, convert the original model again", info.shape),
+            ));
+        }
+        if quant::decoder(info.dtype).is_none() {
+            let found = format!("{}; convert the original model again", info.dtype);
+            return Err(Error::tensor(path, name, "a type that weights have", found));
+        }
+        Ok(SourceTensor { name: name.to_owned(), dtype: info.dtype, shape: expected.clone() })
+    }
+
+    fn missing(&self, name: &str, native: &NativeTensor) -> Error {
+        let full_indexer = matches!(native.name, TensorName::Layer(_, role) if role.is_indexer())
+            .then_some(", because this layer selects positions with an indexer of its own");
+        Error::tensor(
+            self.set.path(),
+            name,
+            format!(
+                "this tensor, for {}{}",
+                native.name.native().unwrap_or_default(),
+                full_indexer.unwrap_or_default()
+            ),
+            "no such tensor; the file is incomplete, get it again or convert the original model again",
+        )
+    }
+
+    /// The tensors that no native tensor is made from, each with the reason; unknown ones are an error unless allowed.
+    fn skipped(&self) -> Result<Vec<Skipped>, Error> {
+        let mut skipped = Vec::new();
+        let mut unknown: Vec<(usize, &str)> = Vec::new();
+        if let Some((layers, reason)) = &self.model.unused_mtp {
+            for layer in layers.clone() {
+                let prefix = format!("blk.{layer}.");
+                if !self.set.tensors().any(|(_, info)| info.name.starts_with(&prefix)) {
+                    skipped.push(Skipped { tensor: format!("{prefix}*"), reason: reason.clone() });
+                }
+            }
+        }
+        for (part, info) in self.set.tensors().filter(|(_, info)| !self.used.contains(&info.name)) {
+            if let Some(scaled) = nvfp4_scale_of(&info.name) {
+                return Err(Error::tensor(
+                    &self.set.parts()[part].path,
+                    &info.name,
+                    "no separate scales",
+                    format!("one of {scaled}; convert the original model again without NVFP4 scale tensors"),
+                ));
+            }
+            match self.reason(&info.name) {
+                Some(reason) => skipped.push(Skipped { tensor: info.name.clone(), reason }),
+                None => unknown.push((part, &info.name)),
+            }
+        }
+        match (unknown.first(), self.options.unknown) {
+            (Some(&(part, tensor)), UnknownTensors::Refuse) => {
+                return Err(Error::UnknownTensor {
+                    path: self.set.parts()[part].path.clone(),
+                    tensor: tensor.to_owned(),
+                    count: unknown.len(),
+                    architecture: self.model.architecture.to_owned(),
+                });
+            }
+            _ => skipped.extend(unknown.into_iter().map(|(_, tensor)| Skipped {
+                tensor: tensor.to_owned(),
+                reason: "not known for this model; left out with --allow-unknown".to_owned(),
+            })),
+        }
+        Ok(skipped)
+    }
+
+    /// Why a tensor that no native tensor is made from is not needed; `None` when nothing is known of it.
+    fn reason(&self, name: &str) -> Option<String> {
+        if name == "rope_freqs.weight" {
+            return Some("rotary frequencies are computed from the metadata".to_owned());
+        }
+        let config = &self.model.config;
+        let (layer, role) = match TensorName::from_gguf(name)? {
+            TensorName::Model(ModelRole::LmHead) => return Some("the embeddings are used".to_owned()),
+            TensorName::Model(_) => return Some("the model has no use for it".to_owned()),
+            TensorName::Layer(LayerIdx(layer), _) if layer >= self.model.block_count => return None,
+            TensorName::Layer(LayerIdx(layer), role) => (layer, role),
+        };
+        if let Some((layers, reason)) = &self.model.unused_mtp
+            && layers.contains(&layer)
+        {
+            return Some(reason.clone());
+        }
+        let layer_config = config.all_layers().nth(layer)?;
+        let reason = match role {
+            _ if role.is_indexer() => match layer_config.indexer {
+                _ if config.indexer.is_none() => "this model has no indexer".to_owned(),
+                Some(IndexerRole::Shared) => {
+                    format!(
+                        "layer {layer} shares the selection of an earlier layer and has no use for an indexer"
+                    )
+                }
+                _ => format!(
+                    "the indexer of multi-token-prediction layer {layer} is not complete, so it is not used"
+                ),
+            },
+            _ if role.is_mtp() => format!("layer {layer} is no multi-token-prediction layer"),
+            LayerRole::QProj => format!("the queries of layer {layer} are made by attn_q_a and attn_q_b"),
+            LayerRole::QAProj | LayerRole::QALayernorm | LayerRole::QBProj => {
+                format!("the queries of layer {layer} are made by attn_q")
+            }
+            LayerRole::AttnKB | LayerRole::AttnVB => {
+                format!("layer {layer} has a joined attn_kv_b and no whole pair of halves")
+            }
+            LayerRole::ExpertsGateUpProj => format!("layer {layer} has gate and up projections of their own"),
+            _ => match layer_config.ffn {
+                FfnConfig::Dense { .. } => format!("layer {layer} is a dense layer"),
+                FfnConfig::Moe { .. } => format!("layer {layer} is a mixture-of-experts layer"),
+            },
+        };
+        Some(reason)
+    }
+}
+
+/// The tensor that an NVFP4 side tensor scales. Leaving one out would silently change every weight of it.
+fn nvfp4_scale_of(name: &str) -> Option<String> {
+    let base = name.strip_suffix(".scale").or_else(|| name.strip_suffix(".input_scale"))?;
+    let weight = format!("{base}.weight");
+    TensorName::from_gguf(&weight).map(|_| weight)
+}

@@ -1,0 +1,293 @@
+//! A plan for people (a table) and for programs (JSON).
+
+use super::{AxisCut, CutBy, Plan, Planned};
+use crate::error::human_bytes;
+use crate::table::{Align, table};
+use formats::manifest::{ExpertCut, Shard, Skipped, TransformKind, rank_file_name};
+use formats::{Dtype, ModelConfig, Shape, TensorName};
+use serde::Serialize;
+use std::fmt::Write;
+
+/// Everything that a plan says.
+#[derive(Debug, Serialize)]
+pub struct PlanReport<'a> {
+    /// The model's name.
+    pub name: &'a str,
+    /// `general.architecture`
+    pub architecture: &'a str,
+    /// The model.
+    pub model: &'a ModelConfig,
+    /// Number of rank files.
+    pub ranks: usize,
+    /// How routed experts are cut.
+    pub experts: ExpertCut,
+    /// Bytes of the source's files.
+    pub source_bytes: u64,
+    /// Bytes that the checkpoint takes at most.
+    pub disk_bytes: u64,
+    /// How much larger the largest rank file is than the mean; 0 for an even cut.
+    pub imbalance: f64,
+    /// The rank files.
+    pub rank_files: Vec<RankFileReport>,
+    /// The tensors.
+    pub tensors: Vec<TensorReport<'a>>,
+    /// The source's tensors that are left out.
+    pub skipped: &'a [Skipped],
+}
+
+/// A rank file.
+#[derive(Debug, Serialize)]
+pub struct RankFileReport {
+    /// Its name.
+    pub file: String,
+    /// Its size.
+    pub bytes: u64,
+    /// Where its data section starts.
+    pub data_start: u64,
+}
+
+/// A native tensor.
+#[derive(Debug, Serialize)]
+pub struct TensorReport<'a> {
+    /// Native name.
+    pub name: &'a str,
+    /// Type in the checkpoint.
+    pub dtype: Dtype,
+    /// Over all ranks.
+    pub shape: &'a Shape,
+    /// What is done to the source's bytes.
+    pub transform: TransformKind,
+    /// The source's tensors that it is made from.
+    pub sources: Vec<SourceReport<'a>>,
+    /// What the cut is by; `None` when every rank has all of it.
+    pub cut: Option<CutBy>,
+    /// Which part each rank has.
+    pub shards: Vec<Shard>,
+    /// Bytes on each rank.
+    pub bytes: Vec<u64>,
+}
+
+/// A tensor of the source.
+#[derive(Debug, Serialize)]
+pub struct SourceReport<'a> {
+    /// GGUF name.
+    pub name: &'a str,
+    /// Type in the source.
+    pub dtype: Dtype,
+}
+
+impl Plan {
+    /// The plan as data.
+    pub fn report(&self) -> PlanReport<'_> {
+        let ranks = self.options.ranks;
+        let tensors = self.tensors.iter().map(|tensor| TensorReport {
+            name: &tensor.name,
+            dtype: tensor.dtype(),
+            shape: &tensor.shape,
+            transform: tensor.transform.kind(),
+            sources: tensor
+                .transform
+                .sources()
+                .into_iter()
+                .map(|source| SourceReport { name: &source.name, dtype: source.dtype })
+                .collect(),
+            cut: tensor.cut.map(|cut| cut.by),
+            shards: (0..ranks).map(|rank| tensor.shard(rank)).collect(),
+            bytes: (0..ranks).map(|rank| tensor.shard_bytes(rank)).collect(),
+        });
+        PlanReport {
+            name: &self.model.name,
+            architecture: self.model.architecture,
+            model: &self.model.config,
+            ranks,
+            experts: self.options.experts,
+            source_bytes: self.source_bytes,
+            disk_bytes: self.disk_bytes(),
+            imbalance: self.imbalance(),
+            rank_files: self
+                .layouts
+                .iter()
+                .map(|layout| RankFileReport {
+                    file: rank_file_name(layout.rank, ranks),
+                    bytes: layout.bytes,
+                    data_start: layout.data_start,
+                })
+                .collect(),
+            tensors: tensors.collect(),
+            skipped: &self.skipped,
+        }
+    }
+
+    /// The plan as lines of text.
+    pub fn text(&self) -> String {
+        let config = &self.model.config;
+        let ranks = self.options.ranks;
+        let mut text = String::new();
+        let moe = config.moe.as_ref().map_or(String::new(), |moe| {
+            format!(", {} experts ({} per token)", moe.n_routed_experts, moe.num_experts_per_tok)
+        });
+        let mtp = match config.mtp_layers.len() {
+            0 => String::new(),
+            n => format!(" + {n} MTP"),
+        };
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            text,
+            "{} ({}): {}{mtp} layers, hidden {}, {} heads{moe}, vocabulary {}\n",
+            self.model.name,
+            self.model.architecture,
+            config.layers.len(),
+            config.hidden_size,
+            config.attention.num_attention_heads,
+            config.vocab_size,
+        );
+        text.push_str(&self.tensor_table());
+        let sizes: Vec<u64> = self.layouts.iter().map(|layout| layout.bytes).collect();
+        let (least, most) =
+            (sizes.iter().min().copied().unwrap_or(0), sizes.iter().max().copied().unwrap_or(0));
+        let _ = if least == most {
+            writeln!(text, "\n{ranks} rank files of {} each: an even cut", human_bytes(most))
+        } else {
+            writeln!(
+                text,
+                "\n{ranks} rank files of {} to {}: the largest is {:.1} % above the mean",
+                human_bytes(least),
+                human_bytes(most),
+                self.imbalance() * 100.0
+            )
+        };
+        let _ = writeln!(
+            text,
+            "disk needed: {} (the source is {})",
+            human_bytes(self.disk_bytes()),
+            human_bytes(self.source_bytes)
+        );
+        text.push_str(&self.skipped_text());
+        text
+    }
+
+    fn imbalance(&self) -> f64 {
+        let sizes = || self.layouts.iter().map(|layout| layout.bytes);
+        let mean = sizes().sum::<u64>() as f64 / self.layouts.len() as f64;
+        sizes().max().map_or(0.0, |most| most as f64 / mean - 1.0)
+    }
+
+    /// One line for all tensors of a role that have the same types and the same cut.
+    fn tensor_table(&self) -> String {
+        struct Group {
+            key: [String; 5],
+            count: usize,
+            bytes: Vec<u64>,
+        }
+        let ranks = self.options.ranks;
+        let mut groups: Vec<Group> = Vec::new();
+        for tensor in &self.tensors {
+            let key = [
+                role(tensor),
+                from(tensor),
+                tensor.dtype().to_string(),
+                transform(tensor).to_owned(),
+                cut(tensor.cut.as_ref()),
+            ];
+            let index = groups.iter().position(|group| group.key == key).unwrap_or_else(|| {
+                groups.push(Group { key, count: 0, bytes: vec![0; ranks] });
+                groups.len() - 1
+            });
+            groups[index].count += 1;
+            for (rank, bytes) in groups[index].bytes.iter_mut().enumerate() {
+                *bytes += tensor.shard_bytes(rank);
+            }
+        }
+        let mut rows: Vec<Vec<String>> = groups
+            .iter()
+            .map(|Group { key: [role, from, to, transform, cut], count, bytes }| {
+                [role, &count.to_string(), from, to, transform, cut, &spread(bytes)]
+                    .map(String::clone)
+                    .to_vec()
+            })
+            .collect();
+        let totals: Vec<u64> =
+            (0..ranks).map(|rank| groups.iter().map(|group| group.bytes[rank]).sum()).collect();
+        let blank = String::new;
+        let count = self.tensors.len().to_string();
+        rows.push(vec!["total".to_owned(), count, blank(), blank(), blank(), blank(), spread(&totals)]);
+        use Align::{Left, Right};
+        let columns = [
+            ("tensor", Left),
+            ("count", Right),
+            ("from", Left),
+            ("to", Left),
+            ("transform", Left),
+            ("cut", Left),
+            ("bytes per rank", Right),
+        ];
+        table(&columns, &rows)
+    }
+
+    fn skipped_text(&self) -> String {
+        const NAMED: usize = 3;
+        let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+        for Skipped { tensor, reason } in &self.skipped {
+            match reasons.iter_mut().find(|(known, _)| known == reason) {
+                Some((_, tensors)) => tensors.push(tensor),
+                None => reasons.push((reason, vec![tensor])),
+            }
+        }
+        let mut text = match self.skipped.len() {
+            0 => return "skipped: nothing\n".to_owned(),
+            n => format!("skipped: {n}\n"),
+        };
+        for (reason, tensors) in reasons {
+            let more = match tensors.len().saturating_sub(NAMED) {
+                0 => String::new(),
+                n => format!(" and {n} more"),
+            };
+            let names = tensors[..tensors.len().min(NAMED)].join(", ");
+            let _ = writeln!(text, "  {names}{more}: {reason}");
+        }
+        text
+    }
+}
+
+/// The native name with the layer's number left out.
+fn role(tensor: &Planned) -> String {
+    match tensor.role {
+        TensorName::Model(_) => tensor.name.clone(),
+        TensorName::Layer(_, role) => format!("...{}", role.native().unwrap_or_default()),
+    }
+}
+
+fn from(tensor: &Planned) -> String {
+    let types: Vec<&str> = tensor.transform.sources().iter().map(|source| source.dtype.name()).collect();
+    types.join(" + ")
+}
+
+fn transform(tensor: &Planned) -> &'static str {
+    match tensor.transform.kind() {
+        TransformKind::Copy => "copy",
+        TransformKind::Dequantize => "dequantize",
+        TransformKind::JoinKvB => "join kv_b",
+    }
+}
+
+fn cut(cut: Option<&AxisCut>) -> String {
+    let Some(AxisCut { partition, by, .. }) = cut else { return "replicated".to_owned() };
+    let (what, per) = match *by {
+        CutBy::Heads { per_head } => ("heads", per_head),
+        CutBy::Width => ("width", 1),
+        CutBy::Vocabulary => ("vocabulary", 1),
+        CutBy::Experts => ("experts", 1),
+    };
+    let len = |rank| {
+        let range = partition.range(rank);
+        (range.end - range.start) / per
+    };
+    let (most, least) = (len(0), len(partition.ranks() - 1));
+    let share = if most == least { most.to_string() } else { format!("{most} or {}", least.min(most)) };
+    format!("{what}: {share} of {}", partition.len() / per)
+}
+
+fn spread(bytes: &[u64]) -> String {
+    let (least, most) = (bytes.iter().min().copied().unwrap_or(0), bytes.iter().max().copied().unwrap_or(0));
+    if least == most { human_bytes(most) } else { format!("{} to {}", human_bytes(least), human_bytes(most)) }
+}

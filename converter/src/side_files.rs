@@ -1,0 +1,75 @@
+//! The files beside the weights: tokenizer, chat template, generation config.
+
+use crate::Error;
+use crate::tokenizer::Tokenizer;
+use formats::gguf::GgufSet;
+use serde::Serialize;
+
+/// A file beside the weights.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SideFileBytes {
+    /// Its name.
+    pub name: &'static str,
+    /// What it holds.
+    pub bytes: Vec<u8>,
+}
+
+/// `generation_config.json`, in HF's words.
+#[derive(Serialize)]
+struct GenerationConfig {
+    eos_token_id: Vec<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bos_token_id: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pad_token_id: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    do_sample: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    temperature: Option<f32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_p: Option<f32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_k: Option<u64>,
+}
+
+/// All files that the metadata gives.
+///
+/// # Errors
+/// An error naming the file and the key.
+pub fn side_files(set: &GgufSet) -> Result<Vec<SideFileBytes>, Error> {
+    let tokenizer = Tokenizer::read(set)?;
+    let mut files = vec![
+        SideFileBytes { name: "tokenizer.json", bytes: tokenizer.tokenizer_json() },
+        SideFileBytes { name: "tokenizer_config.json", bytes: tokenizer.config_json() },
+        SideFileBytes { name: "generation_config.json", bytes: json(&generation_config(set, &tokenizer)?) },
+    ];
+    let template = set.metadata().str("tokenizer.chat_template").map_err(|e| e.in_file(set.path()))?;
+    if let Some(template) = template {
+        files.push(SideFileBytes { name: "chat_template.jinja", bytes: template.as_bytes().to_vec() });
+    }
+    Ok(files)
+}
+
+fn generation_config(set: &GgufSet, tokenizer: &Tokenizer) -> Result<GenerationConfig, Error> {
+    let number = |key: &str| match set.metadata().f32(key).map_err(|e| e.in_file(set.path()))? {
+        Some(x) if !x.is_finite() => Err(Error::key(set.path(), key, "a finite number", x.to_string())),
+        number => Ok(number),
+    };
+    let temperature = number("general.sampling.temp")?;
+    Ok(GenerationConfig {
+        eos_token_id: tokenizer.ends_of_generation(),
+        bos_token_id: tokenizer.bos(),
+        pad_token_id: tokenizer.pad(),
+        do_sample: temperature.map(|temperature| temperature > 0.0),
+        temperature,
+        top_p: number("general.sampling.top_p")?,
+        top_k: set.metadata().u64("general.sampling.top_k").map_err(|e| e.in_file(set.path()))?,
+    })
+}
+
+/// Indented JSON with a line break at the end.
+pub(crate) fn json<T: Serialize>(value: &T) -> Vec<u8> {
+    let mut bytes = serde_json::to_vec_pretty(value).expect("names and numbers always become JSON");
+    bytes.push(b'\n');
+    bytes
+}

@@ -1,0 +1,364 @@
+//! Proves that a checkpoint is what was written, that its parts fit together, and, given the source, that they are the
+//! source's own tensors.
+//!
+//! Nothing here uses the code that made the files: places come from the manifests, and the source's bytes are looked up row
+//! by row.
+
+mod source;
+mod structure;
+
+use crate::Error;
+use crate::work::Control;
+use formats::checkpoint::{Checkpoint, RankShard};
+use formats::digest::{CHUNK_BYTES, chunk_digest, root_digest};
+use formats::gguf::GgufSet;
+use formats::manifest::{B3SUMS_FILE, MANIFEST_FILE, Manifest, RankManifest, TransformKind};
+use formats::{Digest, Error as FormatsError};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// What was proven, or what failed.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The checkpoint.
+    pub dir: PathBuf,
+    /// True without failures.
+    pub ok: bool,
+    /// Number of rank files.
+    pub ranks: usize,
+    /// Files whose digests were computed.
+    pub files: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Tensors over all ranks, by name.
+    pub tensors: usize,
+    /// Those of them of which every rank has only a part.
+    pub cut: usize,
+    /// What the source proved.
+    pub source: Option<SourceReport>,
+    /// Duration.
+    pub seconds: f64,
+    /// One line each.
+    pub failures: Vec<String>,
+}
+
+/// What the source proved.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct SourceReport {
+    /// Files of the source.
+    pub files: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Tensors compared byte for byte.
+    pub copied: usize,
+    /// Tensors dequantised again and compared bit for bit.
+    pub dequantized: usize,
+    /// kv_b_proj tensors joined again and compared bit for bit.
+    pub joined: usize,
+}
+
+/// Checks the checkpoint in `dir`; with `source`, any part of the GGUF files, also against those.
+///
+/// # Errors
+/// When `dir` is no checkpoint or `source` no GGUF file. What is wrong with the checkpoint is in the report.
+pub fn verify(dir: &Path, source: Option<&Path>, control: &Control) -> Result<Report, Error> {
+    let start = Instant::now();
+    let checkpoint = match Checkpoint::open(dir) {
+        Err(e @ FormatsError::NotACheckpoint { .. }) => return Err(e.into()),
+        opened => opened,
+    };
+    let set = source.map(GgufSet::open).transpose()?;
+    let mut report = Report {
+        dir: dir.to_owned(),
+        ok: false,
+        ranks: 0,
+        files: 0,
+        bytes: 0,
+        tensors: 0,
+        cut: 0,
+        source: None,
+        seconds: 0.0,
+        failures: Vec::new(),
+    };
+    match checkpoint {
+        Ok(checkpoint) => check(&checkpoint, set.as_ref(), control, &mut report)?,
+        Err(e) => report.failures.push(e.to_string()),
+    }
+    report.ok = report.failures.is_empty();
+    report.seconds = start.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+fn check(
+    checkpoint: &Checkpoint,
+    set: Option<&GgufSet>,
+    control: &Control,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let manifest = checkpoint.manifest();
+    report.ranks = manifest.ranks;
+    let shards: Vec<Option<RankShard>> = (0..manifest.ranks)
+        .map(|rank| checkpoint.rank(rank).map_err(|e| report.failures.push(e.to_string())).ok())
+        .collect();
+    check_small_files(checkpoint, report);
+    let open: Vec<&RankShard> = shards.iter().flatten().collect();
+    report.failures.extend(open.iter().flat_map(|shard| structure::header_failures(shard)));
+    let all: Option<Vec<&RankManifest>> =
+        shards.iter().map(|shard| shard.as_ref().map(RankShard::manifest)).collect();
+    if let Some(all) = &all {
+        report.failures.extend(structure::failures(manifest, all));
+        report.tensors = all[0].tensors.len();
+        report.cut = structure::cut_count(all[0]);
+    }
+    let comparison = set.map(|set| source::Comparison::new(manifest, set, &open));
+    if let Some(comparison) = &comparison {
+        report.failures.extend(comparison.failures());
+        report.source = Some(comparison.report());
+    }
+    let outcome = run(&open, comparison.as_ref(), control)?;
+    report.files += open.len();
+    report.bytes += open.iter().map(|shard| shard.manifest().bytes).sum::<u64>();
+    report.failures.extend(outcome);
+    Ok(())
+}
+
+/// Manifests, side files and B3SUMS.
+fn check_small_files(checkpoint: &Checkpoint, report: &mut Report) {
+    let manifest = checkpoint.manifest();
+    let mut sums = BTreeMap::new();
+    for rank in &manifest.rank_files {
+        sums.insert(rank.file.clone(), rank.blake3);
+        sums.insert(rank.manifest.clone(), rank.manifest_blake3);
+    }
+    let mut read = |name: &str| {
+        let path = checkpoint.dir().join(name);
+        match fs::read(&path) {
+            Ok(bytes) => {
+                report.files += 1;
+                report.bytes += bytes.len() as u64;
+                Some(bytes)
+            }
+            Err(e) => {
+                report
+                    .failures
+                    .push(format!("{}: cannot read: {e}; copy or convert it again", path.display()));
+                None
+            }
+        }
+    };
+    let mut failures = Vec::new();
+    for side in &manifest.files {
+        sums.insert(side.file.clone(), side.blake3);
+        let Some(bytes) = read(&side.file) else { continue };
+        if (bytes.len() as u64, Digest::of(&bytes)) != (side.bytes, side.blake3) {
+            failures.push(format!(
+                "{}: expected {} bytes of digest {}, found {} bytes of {}; copy or convert it again",
+                side.file,
+                side.bytes,
+                side.blake3,
+                bytes.len(),
+                Digest::of(&bytes)
+            ));
+        }
+    }
+    for rank in &manifest.rank_files {
+        // Its digest was held against the top manifest when it was opened.
+        read(&rank.manifest);
+    }
+    if let Some(bytes) = read(MANIFEST_FILE) {
+        sums.insert(MANIFEST_FILE.to_owned(), Digest::of(&bytes));
+    }
+    if let Some(bytes) = read(B3SUMS_FILE) {
+        failures.extend(b3sums_failures(&bytes, &sums));
+    }
+    report.failures.extend(failures);
+}
+
+/// Lines of B3SUMS that are not those of the manifests, or of checkpoint.json itself.
+fn b3sums_failures(bytes: &[u8], sums: &BTreeMap<String, Digest>) -> Vec<String> {
+    let expected: BTreeSet<String> = sums.iter().map(|(name, digest)| format!("{digest}  {name}")).collect();
+    let text = String::from_utf8_lossy(bytes);
+    let found: BTreeSet<String> = text.lines().map(str::to_owned).collect();
+    let wrong =
+        found.difference(&expected).map(|line| format!("{B3SUMS_FILE}: {line:?} is not what the files say"));
+    let missing =
+        expected.difference(&found).map(|line| format!("{B3SUMS_FILE}: the line {line:?} is not there"));
+    wrong.chain(missing).collect()
+}
+
+enum Job<'a> {
+    /// Hash a chunk of a rank file.
+    Chunk { shard: &'a RankShard, chunk: usize },
+    /// Hash a chunk of a source file.
+    Source { part: usize, chunk: u64 },
+    /// Hold rows of a rank's tensor against the source.
+    Compare(source::Piece<'a>),
+    /// Hold a replicated tensor against rank 0's.
+    Replica { first: &'a RankShard, shard: &'a RankShard, tensor: &'a str },
+}
+
+enum Outcome {
+    Fine,
+    Failure(String),
+    /// Of a source file's chunk.
+    Digest(Digest),
+}
+
+#[derive(Default)]
+struct Memory {
+    buffer: Vec<u8>,
+    rows: source::Rows,
+}
+
+/// Reads everything once, in the order of the files; tensors are compared soon after their chunks were read.
+fn run(
+    shards: &[&RankShard],
+    comparison: Option<&source::Comparison<'_>>,
+    control: &Control,
+) -> Result<Vec<String>, Error> {
+    const BEHIND: u64 = 4 * CHUNK_BYTES;
+    let mut jobs: Vec<(u64, Job<'_>)> = Vec::new();
+    for shard in shards {
+        let chunks = 0..shard.manifest().chunks.len();
+        jobs.extend(chunks.map(|chunk| (chunk as u64 * CHUNK_BYTES, Job::Chunk { shard, chunk })));
+    }
+    let mut total: u64 = shards.iter().map(|shard| shard.manifest().bytes).sum();
+    let longest = shards.iter().map(|shard| shard.manifest().bytes).max().unwrap_or(0);
+    match comparison {
+        Some(comparison) => {
+            let parts = comparison.set().parts();
+            let source_bytes = comparison.set().total_len();
+            total += source_bytes;
+            let mut before = 0;
+            for (part, file) in parts.iter().enumerate() {
+                for chunk in 0..file.file.len().div_ceil(CHUNK_BYTES) {
+                    let at = u128::from(before + chunk * CHUNK_BYTES);
+                    let key = at * u128::from(longest) / u128::from(source_bytes.max(1));
+                    jobs.push((key as u64, Job::Source { part, chunk }));
+                }
+                before += file.file.len();
+            }
+            jobs.extend(comparison.pieces().map(|piece| (piece.file_end() + BEHIND, Job::Compare(piece))));
+        }
+        None => jobs.extend(replicas(shards).map(|(key, job)| (key + BEHIND, job))),
+    }
+    jobs.sort_by_key(|(key, _)| *key);
+    let stage = control.stage("verifying", total);
+    let outcomes = control.run(&jobs, |memory: &mut Memory, (_, job)| {
+        let outcome = match job {
+            Job::Chunk { shard, chunk } => check_chunk(shard, *chunk, &mut memory.buffer),
+            Job::Source { part, chunk } => {
+                let file = &comparison.expect("source chunks belong to a comparison").set().parts()[*part];
+                read_at(&file.path, *chunk, file.file.len(), &mut memory.buffer)?;
+                Outcome::Digest(chunk_digest(&memory.buffer, chunk * CHUNK_BYTES, file.file.len()))
+            }
+            Job::Compare(piece) => piece.compare(&mut memory.rows)?.map_or(Outcome::Fine, Outcome::Failure),
+            Job::Replica { first, shard, tensor } => compare_replica(first, shard, tensor),
+        };
+        if matches!(job, Job::Chunk { .. } | Job::Source { .. }) {
+            stage.advance(memory.buffer.len() as u64);
+        }
+        Ok(outcome)
+    })?;
+    let mut failures = Vec::new();
+    let mut source_chunks: BTreeMap<usize, Vec<(u64, Digest)>> = BTreeMap::new();
+    for ((_, job), outcome) in jobs.iter().zip(outcomes) {
+        match (job, outcome) {
+            (_, Outcome::Fine) => {}
+            (_, Outcome::Failure(failure)) => failures.push(failure),
+            (Job::Source { part, chunk }, Outcome::Digest(digest)) => {
+                source_chunks.entry(*part).or_default().push((*chunk, digest));
+            }
+            (_, Outcome::Digest(_)) => unreachable!("only source chunks give a digest"),
+        }
+    }
+    if let Some(comparison) = comparison {
+        for (part, mut chunks) in source_chunks {
+            chunks.sort_unstable_by_key(|(chunk, _)| *chunk);
+            let digests: Vec<Digest> = chunks.into_iter().map(|(_, digest)| digest).collect();
+            failures.extend(comparison.digest_failure(part, root_digest(&digests)));
+        }
+    }
+    Ok(failures)
+}
+
+/// As [`RankShard::check_chunk`], but with the chunk read instead of faulted in page by page.
+fn check_chunk(shard: &RankShard, chunk: usize, buffer: &mut Vec<u8>) -> Outcome {
+    let manifest = shard.manifest();
+    let range = manifest.chunk(chunk);
+    if let Err(e) = read_at(shard.path(), chunk as u64, manifest.bytes, buffer) {
+        return Outcome::Failure(format!("rank {}: {e}", manifest.rank));
+    }
+    if chunk_digest(buffer, range.start, manifest.bytes) == manifest.chunks[chunk] {
+        return Outcome::Fine;
+    }
+    let damaged = FormatsError::Chunk {
+        file: shard.path().display().to_string(),
+        rank: manifest.rank,
+        chunk,
+        start: range.start,
+        end: range.end,
+        tensors: manifest.describe(&range),
+    };
+    Outcome::Failure(damaged.to_string())
+}
+
+fn read_at(path: &Path, chunk: u64, len: u64, buffer: &mut Vec<u8>) -> Result<(), Error> {
+    let start = chunk * CHUNK_BYTES;
+    buffer.resize(CHUNK_BYTES.min(len - start) as usize, 0);
+    let file = File::open(path).map_err(|e| Error::io(path, "cannot open", e))?;
+    file.read_exact_at(buffer, start).map_err(|e| Error::io(path, format!("cannot read at byte {start}"), e))
+}
+
+/// Jobs that hold every replicated tensor of ranks 1, 2, ... against rank 0's.
+fn replicas<'a>(shards: &'a [&'a RankShard]) -> impl Iterator<Item = (u64, Job<'a>)> {
+    let first = shards.first().copied();
+    shards.iter().skip(1).flat_map(move |&shard| {
+        let replicated = shard.manifest().tensors.iter().filter(|t| structure::is_replicated(t));
+        replicated.filter_map(move |t| {
+            first.map(|first| (t.bytes.1, Job::Replica { first, shard, tensor: t.name.as_str() }))
+        })
+    })
+}
+
+fn compare_replica(first: &RankShard, shard: &RankShard, tensor: &str) -> Outcome {
+    let bytes = |shard: &RankShard| {
+        let entry = shard.entry(tensor)?;
+        Some(shard.bytes().slice(entry.bytes.0 as usize..entry.bytes.1 as usize))
+    };
+    if bytes(first) == bytes(shard) {
+        return Outcome::Fine;
+    }
+    Outcome::Failure(format!(
+        "rank {}: tensor {tensor} is replicated, but differs from rank {}'s; convert the model again",
+        shard.manifest().rank,
+        first.manifest().rank
+    ))
+}
+
+/// Counts tensors by what was done to them.
+fn count(manifest: &RankManifest, kind: TransformKind) -> usize {
+    manifest.tensors.iter().filter(|t| t.transform == kind).count()
+}
+
+impl SourceReport {
+    fn new(set: &GgufSet, manifest: Option<&RankManifest>) -> Self {
+        let of = |kind| manifest.map_or(0, |manifest| count(manifest, kind));
+        Self {
+            files: set.parts().len(),
+            bytes: set.total_len(),
+            copied: of(TransformKind::Copy),
+            dequantized: of(TransformKind::Dequantize),
+            joined: of(TransformKind::JoinKvB),
+        }
+    }
+}
+
+/// The sources that a manifest names, for messages.
+fn source_names(manifest: &Manifest) -> String {
+    manifest.sources.iter().map(|source| source.name.as_str()).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,377 @@
+//! Holds a checkpoint's tensors against the source's, row by row.
+
+use super::{SourceReport, source_names};
+use crate::{Error, arch};
+use formats::checkpoint::RankShard;
+use formats::config::AttentionConfig;
+use formats::gguf::GgufSet;
+use formats::manifest::{Manifest, Shard, TensorEntry, TransformKind};
+use formats::name::LayerRole;
+use formats::{Digest, Shape, TensorName, TensorView, quant};
+use half::bf16;
+use std::collections::HashSet;
+
+/// Rows of a tensor that one job compares: about this many bytes.
+const PIECE_BYTES: u64 = 32 << 20;
+
+pub(super) struct Comparison<'a> {
+    manifest: &'a Manifest,
+    set: &'a GgufSet,
+    first: Option<&'a RankShard>,
+    pieces: Vec<Piece<'a>>,
+    failures: Vec<String>,
+}
+
+/// Some rows of one rank's tensor.
+#[derive(Clone)]
+pub(super) struct Piece<'a> {
+    rank: usize,
+    entry: &'a TensorEntry,
+    native: TensorView,
+    origin: Origin,
+    /// From and to, in rows of the rank's part.
+    rows: (u64, u64),
+}
+
+/// What a native tensor's rows are held against.
+#[derive(Clone)]
+enum Origin {
+    /// The tensor of the same name.
+    Same(TensorView),
+    /// Rows `from ..` of axis 1 of a fused tensor.
+    Fused { view: TensorView, from: u64 },
+    /// Halves of kv_b_proj.
+    Halves { k_b: TensorView, v_b: TensorView, attention: Box<AttentionConfig> },
+}
+
+/// A worker's memory: decoded rows, and the key half of the head at hand.
+#[derive(Default)]
+pub(super) struct Rows {
+    values: Vec<f32>,
+    keys: Vec<f32>,
+    keys_of: Option<(String, u64)>,
+}
+
+impl<'a> Comparison<'a> {
+    pub(super) fn new(manifest: &'a Manifest, set: &'a GgufSet, shards: &[&'a RankShard]) -> Self {
+        let mut comparison =
+            Self { manifest, set, first: shards.first().copied(), pieces: Vec::new(), failures: Vec::new() };
+        let found: Vec<u64> = set.parts().iter().map(|part| part.file.len()).collect();
+        let expected: Vec<u64> = manifest.sources.iter().map(|source| source.bytes).collect();
+        if found != expected {
+            comparison.failures.push(format!(
+                "{}: not the source of this checkpoint, which was made from {}: sizes are {found:?}, expected {expected:?}",
+                set.path().display(),
+                source_names(manifest)
+            ));
+            return comparison;
+        }
+        comparison.check_model();
+        let mut used = HashSet::new();
+        for shard in shards {
+            for entry in &shard.manifest().tensors {
+                match comparison.pieces_of(shard, entry, &mut used) {
+                    Ok(pieces) => comparison.pieces.extend(pieces),
+                    Err(what) => comparison.failures.push(format!(
+                        "rank {}: tensor {}: {what}",
+                        shard.manifest().rank,
+                        entry.name
+                    )),
+                }
+            }
+        }
+        comparison.check_all_used(&used);
+        comparison
+    }
+
+    pub(super) fn set(&self) -> &'a GgufSet {
+        self.set
+    }
+
+    pub(super) fn failures(&self) -> Vec<String> {
+        self.failures.clone()
+    }
+
+    pub(super) fn pieces(&self) -> impl Iterator<Item = Piece<'a>> {
+        self.pieces.iter().cloned()
+    }
+
+    pub(super) fn report(&self) -> SourceReport {
+        SourceReport::new(self.set, self.first.map(RankShard::manifest))
+    }
+
+    pub(super) fn digest_failure(&self, part: usize, found: Digest) -> Option<String> {
+        let expected = self.manifest.sources.get(part)?.blake3;
+        (found != expected).then(|| {
+            format!(
+                "{}: digest is {found}, the checkpoint was made from {expected}; it is another file or has changed",
+                self.set.parts()[part].path.display()
+            )
+        })
+    }
+
+    fn check_model(&mut self) {
+        match arch::describe(self.set) {
+            Ok(model) if model.config == self.manifest.model => {}
+            Ok(_) => {
+                self.failures.push("checkpoint.json: model is not what the source's metadata say".to_owned())
+            }
+            Err(e) => self.failures.push(e.to_string()),
+        }
+    }
+
+    /// Every tensor of the source is in the checkpoint, or listed with the reason why not.
+    fn check_all_used(&mut self, used: &HashSet<String>) {
+        let skipped: HashSet<&str> = self.manifest.skipped.iter().map(|s| s.tensor.as_str()).collect();
+        for (_, info) in self.set.tensors() {
+            if !used.contains(&info.name) && !skipped.contains(info.name.as_str()) {
+                self.failures
+                    .push(format!("tensor {}: neither in the checkpoint nor listed as skipped", info.name));
+            }
+        }
+    }
+
+    fn pieces_of(
+        &self,
+        shard: &'a RankShard,
+        entry: &'a TensorEntry,
+        used: &mut HashSet<String>,
+    ) -> Result<Vec<Piece<'a>>, String> {
+        let native = shard.view(entry).map_err(|e| e.to_string())?;
+        let origin = self.origin(entry, used)?;
+        let row_bytes = native.row_bytes().max(1) as u64;
+        let step = (PIECE_BYTES / row_bytes).max(1);
+        let rows = native.shape().rows();
+        let starts = (0..rows).step_by(step as usize);
+        Ok(starts
+            .map(|start| Piece {
+                rank: shard.manifest().rank,
+                entry,
+                native: native.clone(),
+                origin: origin.clone(),
+                rows: (start, (start + step).min(rows)),
+            })
+            .collect())
+    }
+
+    fn origin(&self, entry: &TensorEntry, used: &mut HashSet<String>) -> Result<Origin, String> {
+        let name = TensorName::from_native(&entry.name).ok_or("no native name")?;
+        let mut view = |name: TensorName| {
+            let view = self.set.view(&name.gguf()).ok().flatten()?;
+            used.insert(name.gguf());
+            Some(view)
+        };
+        let sister = |role| match name {
+            TensorName::Layer(layer, _) => TensorName::Layer(layer, role),
+            TensorName::Model(_) => name,
+        };
+        let missing = || format!("the source has no {}", name.gguf());
+        let width = entry.full_shape.dims().get(1).copied().unwrap_or(0);
+        let origin = match name {
+            TensorName::Layer(_, LayerRole::KvBProj) => {
+                let joined = view(name);
+                match (view(sister(LayerRole::AttnKB)), view(sister(LayerRole::AttnVB)), joined) {
+                    (Some(k_b), Some(v_b), _) => Origin::Halves {
+                        k_b,
+                        v_b,
+                        attention: Box::new(self.manifest.model.attention.clone()),
+                    },
+                    (_, _, Some(joined)) => Origin::Same(joined),
+                    _ => return Err("the source has neither attn_k_b and attn_v_b nor attn_kv_b".to_owned()),
+                }
+            }
+            TensorName::Layer(_, role @ (LayerRole::ExpertsGateProj | LayerRole::ExpertsUpProj)) => {
+                match view(name) {
+                    Some(own) => Origin::Same(own),
+                    None => {
+                        let from = if role == LayerRole::ExpertsUpProj { width } else { 0 };
+                        Origin::Fused {
+                            view: view(sister(LayerRole::ExpertsGateUpProj)).ok_or_else(missing)?,
+                            from,
+                        }
+                    }
+                }
+            }
+            _ => Origin::Same(view(name).ok_or_else(missing)?),
+        };
+        origin.check(entry)?;
+        Ok(origin)
+    }
+}
+
+impl Origin {
+    /// Whether types and sizes allow a comparison at all.
+    fn check(&self, entry: &TensorEntry) -> Result<(), String> {
+        let (view, times) = match self {
+            Self::Same(view) => (view, 1),
+            Self::Fused { view, .. } => (view, 2),
+            Self::Halves { k_b, v_b, attention: a } => {
+                let [heads, nope, v, rank] =
+                    [a.num_attention_heads, a.qk_nope_head_dim, a.v_head_dim, a.kv_lora_rank]
+                        .map(|n| n as u64);
+                let is = |shape: &Shape, rows: u64, columns: u64| {
+                    (shape.rows(), shape.row_len()) == (rows, columns)
+                };
+                // Sizes of a model are at most 2^31 each, so a product of two fits.
+                let fits = is(k_b.shape(), heads * rank, nope)
+                    && is(v_b.shape(), heads * v, rank)
+                    && is(&entry.full_shape, heads * (nope + v), rank);
+                let found = || {
+                    format!(
+                        "{}, the source's halves are {} and {}",
+                        entry.full_shape,
+                        k_b.shape(),
+                        v_b.shape()
+                    )
+                };
+                return if fits { Ok(()) } else { Err(found()) };
+            }
+        };
+        if times == 2 && entry.full_shape.dims().len() != 3 {
+            return Err(format!("{}, expected one matrix for each expert", entry.full_shape));
+        }
+        let rows_fit = view.shape().elements() == entry.full_shape.elements() * times
+            && view.shape().row_len() == entry.full_shape.row_len();
+        if !rows_fit {
+            return Err(format!("{}, the source has {}", entry.full_shape, view.shape()));
+        }
+        if entry.transform == TransformKind::Copy && view.dtype() != entry.dtype {
+            return Err(format!("a copy of type {}, the source has {}", entry.dtype, view.dtype()));
+        }
+        Ok(())
+    }
+}
+
+impl Piece<'_> {
+    /// Where in the rank file the piece ends.
+    pub(super) fn file_end(&self) -> u64 {
+        self.entry.bytes.0 + self.rows.1 * self.native.row_bytes() as u64
+    }
+
+    /// The first row that is not the source's, as a line.
+    pub(super) fn compare(&self, memory: &mut Rows) -> Result<Option<String>, Error> {
+        for row in self.rows.0..self.rows.1 {
+            let at = row as usize * self.native.row_bytes();
+            let found = &self.native.bytes()[at..at + self.native.row_bytes()];
+            if !self.row_is_right(row, found, memory)? {
+                return Ok(Some(format!(
+                    "rank {}: tensor {}: row {row} of its part is not what {} says; convert the model again",
+                    self.rank,
+                    self.entry.name,
+                    self.entry.source.join(" and ")
+                )));
+            }
+        }
+        Ok(None)
+    }
+
+    fn row_is_right(&self, row: u64, found: &[u8], memory: &mut Rows) -> Result<bool, Error> {
+        let columns = self.columns();
+        match (&self.origin, self.entry.transform) {
+            (Origin::Same(view), kind) => {
+                let row = self.full_row(row, &self.entry.full_shape, 0);
+                compare_row(view, row, columns, kind, found, &mut memory.values)
+            }
+            (Origin::Fused { view, from }, kind) => {
+                let dims = self.entry.full_shape.dims();
+                let row = self.full_row(row, &self.entry.full_shape.with_dim(1, 2 * dims[1]), *from);
+                compare_row(view, row, columns, kind, found, &mut memory.values)
+            }
+            (Origin::Halves { k_b, v_b, attention }, _) => {
+                let row = self.full_row(row, &self.entry.full_shape, 0);
+                let (nope, v) = (attention.qk_nope_head_dim as u64, attention.v_head_dim as u64);
+                let (head, within) = (row / (nope + v), row % (nope + v));
+                if within >= nope {
+                    let row = head * v + within - nope;
+                    return compare_row(v_b, row, columns, TransformKind::JoinKvB, found, &mut memory.values);
+                }
+                let rank = attention.kv_lora_rank;
+                memory.load_keys(&self.entry.name, k_b, head, rank)?;
+                let column = memory.keys.iter().skip(within as usize).step_by(nope as usize);
+                Ok(found.len() == rank * 2
+                    && column
+                        .zip(found.chunks_exact(2))
+                        .all(|(x, bytes)| bf16::from_f32(*x).to_le_bytes() == *bytes))
+            }
+        }
+    }
+
+    /// The row of the source that row `row` of the rank's part is, where the source's shape is `shape` and its axis 1
+    /// starts `from` rows earlier.
+    fn full_row(&self, row: u64, shape: &Shape, from: u64) -> u64 {
+        let local = self.native.shape().dims();
+        let full = shape.dims();
+        let outer = local.len() - 1;
+        let mut index = vec![0; outer];
+        let mut rest = row;
+        for axis in (0..outer).rev() {
+            index[axis] = rest % local[axis];
+            rest /= local[axis];
+        }
+        if let Shard::Cut { axis, start, .. } = self.entry.shard
+            && axis < outer
+        {
+            index[axis] += start;
+        }
+        if let Some(second) = index.get_mut(1) {
+            *second += from;
+        }
+        index.iter().zip(full).fold(0, |row, (i, len)| row * len + i)
+    }
+
+    /// First column and number of columns of the rank's part.
+    fn columns(&self) -> (u64, u64) {
+        match self.entry.shard {
+            Shard::Cut { axis, start, len } if axis + 1 == self.entry.full_shape.dims().len() => (start, len),
+            _ => (0, self.entry.full_shape.row_len()),
+        }
+    }
+}
+
+impl Rows {
+    /// Decodes the key half `[R, nope]` of one head, unless it is the one at hand.
+    fn load_keys(&mut self, tensor: &str, k_b: &TensorView, head: u64, rank: usize) -> Result<(), Error> {
+        if self.keys_of.as_ref().is_some_and(|(name, of)| name == tensor && *of == head) {
+            return Ok(());
+        }
+        let rows = head as usize * rank..(head as usize + 1) * rank;
+        let bytes = &k_b.bytes()[rows.start * k_b.row_bytes()..rows.end * k_b.row_bytes()];
+        self.keys.resize(rank * k_b.shape().row_len() as usize, 0.0);
+        quant::decode(k_b.dtype(), bytes, &mut self.keys)?;
+        self.keys_of = Some((tensor.to_owned(), head));
+        Ok(())
+    }
+}
+
+fn compare_row(
+    view: &TensorView,
+    row: u64,
+    (first, len): (u64, u64),
+    kind: TransformKind,
+    found: &[u8],
+    values: &mut Vec<f32>,
+) -> Result<bool, Error> {
+    let at = row as usize * view.row_bytes();
+    let source = &view.bytes()[at..at + view.row_bytes()];
+    if kind == TransformKind::Copy {
+        let offset = |n| view.dtype().bytes_for(n).map(|n| n as usize);
+        let (Some(from), Some(to)) = (offset(first), offset(first + len)) else { return Ok(false) };
+        return Ok(source[from..to] == *found);
+    }
+    values.resize(view.shape().row_len() as usize, 0.0);
+    quant::decode(view.dtype(), source, values)?;
+    let values = &values[first as usize..(first + len) as usize];
+    Ok(match kind {
+        TransformKind::JoinKvB => {
+            found.len() == values.len() * 2
+                && values
+                    .iter()
+                    .zip(found.chunks_exact(2))
+                    .all(|(x, b)| bf16::from_f32(*x).to_le_bytes() == *b)
+        }
+        _ => {
+            found.len() == values.len() * 4
+                && values.iter().zip(found.chunks_exact(4)).all(|(x, b)| x.to_le_bytes() == *b)
+        }
+    })
+}

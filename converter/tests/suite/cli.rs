@@ -1,0 +1,176 @@
+//! The program: exit codes, one line for each error, JSON, and nothing left behind.
+
+use crate::files::{bundled, convert, refused, shardmill};
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+fn converting(out: &Path) -> Command {
+    shardmill(&["convert".as_ref(), bundled().gguf.as_os_str(), out.as_os_str()])
+}
+
+fn entries(dir: &Path) -> usize {
+    std::fs::read_dir(dir).unwrap().count()
+}
+
+#[test]
+fn every_command_prints_json() {
+    let temp = TempDir::new().unwrap();
+    let [out, x] = ["out", "x.safetensors"].map(|name| temp.path().join(name));
+    let gguf = bundled().gguf;
+    let json = |arguments: &[&OsStr]| -> Value {
+        let output = shardmill(arguments).arg("--json").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let plan = json(&["plan".as_ref(), gguf.as_os_str(), "--ranks".as_ref(), "3".as_ref()]);
+    assert_eq!((plan["ranks"].as_u64(), plan["tensors"].as_array().unwrap().len()), (Some(3), 90));
+    assert!(plan["imbalance"].as_f64().unwrap() > 0.0);
+    let summary = json(&["convert".as_ref(), gguf.as_os_str(), out.as_os_str()]);
+    assert_eq!(summary["ranks"], 8);
+    let report = json(&["verify".as_ref(), out.as_os_str()]);
+    assert_eq!((&report["ok"], &report["failures"]), (&Value::Bool(true), &serde_json::json!([])));
+    assert_eq!(json(&["inspect".as_ref(), out.as_os_str()])["ranks"], 8);
+    let name = "model.norm.weight".as_ref();
+    let arguments =
+        ["extract".as_ref(), out.as_os_str(), "--tensor".as_ref(), name, "--out".as_ref(), x.as_os_str()];
+    assert_eq!(json(&arguments)["shape"], serde_json::json!([256]));
+}
+
+#[test]
+fn the_plan_is_a_table_by_role() {
+    let output = shardmill(&["plan".as_ref(), bundled().gguf.as_os_str()]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = |start: &str| {
+        text.lines().find(|l| l.starts_with(start)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(
+        line("...self_attn.kv_b_proj"),
+        "...self_attn.kv_b_proj.weight 4 Q5_0 + Q4_K BF16 join kv_b heads: 1 of 8 1.8 MB"
+    );
+    assert_eq!(
+        line("...self_attn.indexer.weights_proj"),
+        "...self_attn.indexer.weights_proj.weight 4 Q4_K F32 dequantize replicated 131.1 kB"
+    );
+    assert!(
+        text.contains("an even cut") && text.contains("disk needed") && text.contains("skipped: nothing"),
+        "{text}"
+    );
+}
+
+#[test]
+fn bad_usage_is_one_line() {
+    for arguments in [
+        &["convert"][..],
+        &["convert", "in", "out", "--ranks", "0"],
+        &["convert", "in", "out", "--ranks", "1025"],
+        &["convert", "in", "out", "--experts", "sideways"],
+        &["no-such-command"],
+        &["plan", "in", "--no-such-flag"],
+    ] {
+        let arguments: Vec<&OsStr> = arguments.iter().map(AsRef::as_ref).collect();
+        refused(&mut shardmill(&arguments), 2);
+    }
+    let help = shardmill(&["convert".as_ref(), "--help".as_ref()]).output().unwrap();
+    assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("Example:"));
+}
+
+#[test]
+fn what_is_there_is_not_touched() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("out");
+    std::fs::create_dir(&out).unwrap();
+    let said = refused(&mut converting(&out), 2);
+    assert!(said.contains("already a directory") && said.contains("nothing was touched"), "{said}");
+    assert_eq!((entries(&out), entries(temp.path())), (0, 1));
+    std::fs::remove_dir(&out).unwrap();
+    std::fs::write(&out, "mine").unwrap();
+    assert!(refused(&mut converting(&out), 2).contains("already a file"));
+    assert_eq!(std::fs::read(&out).unwrap(), b"mine");
+    std::fs::remove_file(&out).unwrap();
+    let partial = temp.path().join("out.partial");
+    std::fs::create_dir(&partial).unwrap();
+    assert!(refused(&mut converting(&out), 2).contains("out.partial"));
+    assert!(partial.exists());
+}
+
+#[test]
+fn missing_inputs_and_folders_are_named() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("no-such-folder/out");
+    let said = refused(&mut converting(&out), 2);
+    assert!(said.contains("no-such-folder") && said.contains("create it first"), "{said}");
+    let missing = temp.path().join("missing.gguf");
+    let said = refused(&mut shardmill(&["plan".as_ref(), missing.as_os_str()]), 2);
+    assert!(said.contains("missing.gguf"), "{said}");
+    let said = refused(&mut shardmill(&["verify".as_ref(), temp.path().as_os_str()]), 2);
+    assert!(said.contains("no checkpoint.json"), "{said}");
+    assert_eq!(entries(temp.path()), 0);
+}
+
+/// The shell's limit stands in for a full disk: writes fail in the same way.
+#[test]
+fn a_full_disk_names_the_file_and_leaves_nothing() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("out");
+    let script = format!("ulimit -f 2000; exec '{}' convert \"$0\" \"$1\"", env!("CARGO_BIN_EXE_shardmill"));
+    let mut command = Command::new("sh");
+    command.args(["-c".as_ref(), OsStr::new(&script), bundled().gguf.as_os_str(), out.as_os_str()]);
+    let said = refused(&mut command, 2);
+    assert!(said.contains("rank-0-of-8.safetensors") && said.contains("bytes"), "{said}");
+    assert_eq!(entries(temp.path()), 0);
+}
+
+#[test]
+fn an_interruption_leaves_nothing_and_says_130() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("out");
+    // Hundreds of ranks, so that there is something to interrupt.
+    let child = converting(&out)
+        .args(["--ranks", "400"])
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while entries(temp.path()) == 0 {
+        assert!(start.elapsed() < Duration::from_secs(20), "the conversion never started");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let kill = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("interrupted"));
+    assert_eq!(entries(temp.path()), 0);
+}
+
+#[test]
+fn a_reader_that_closes_the_pipe_is_no_error() {
+    let mut child = shardmill(&["inspect".as_ref(), bundled().gguf.as_os_str(), "--json".as_ref()])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
+    assert!(output.status.success());
+}
+
+#[test]
+fn file_modes_follow_the_umask() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("out");
+    convert(&bundled().gguf, &out, 1);
+    let plain = temp.path().join("plain");
+    std::fs::write(&plain, "").unwrap();
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode();
+    for entry in std::fs::read_dir(&out).unwrap() {
+        assert_eq!(mode(&entry.unwrap().path()), mode(&plain));
+    }
+}

@@ -1,0 +1,141 @@
+//! Tensors taken out of GGUF files and checkpoints, and what `inspect` says of them.
+
+use crate::files::{bundled, control, convert, convert_with, options};
+use crate::made::{F32, Gguf, HIDDEN, Value};
+use converter::Existing;
+use converter::extract::extract;
+use converter::inspect::inspect;
+use formats::gguf::GgufSet;
+use formats::manifest::ExpertCut;
+use formats::quant;
+use half::bf16;
+use safetensors::SafeTensors;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// Extracts and reads back: shape and values.
+fn values(input: &Path, name: &str) -> (Vec<usize>, Vec<f32>) {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("x.safetensors");
+    extract(input, name, &out, Existing::Refuse).unwrap();
+    let bytes = std::fs::read(out).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.names(), [name]);
+    let view = file.tensor(name).unwrap();
+    assert_eq!(view.dtype(), safetensors::Dtype::F32);
+    (view.shape().to_vec(), view.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
+}
+
+fn decoded(gguf: &Path, name: &str) -> Vec<f32> {
+    let view = GgufSet::open(gguf).unwrap().view(name).unwrap().unwrap();
+    let mut values = vec![0.0; view.shape().elements() as usize];
+    quant::decode(view.dtype(), view.bytes(), &mut values).unwrap();
+    values
+}
+
+fn rounded(values: Vec<f32>) -> Vec<f32> {
+    values.into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
+}
+
+#[test]
+fn a_checkpoint_gives_back_what_the_gguf_has() {
+    let gguf = bundled().gguf;
+    let temp = TempDir::new().unwrap();
+    for (experts, ranks) in [(ExpertCut::Tensor, 3), (ExpertCut::Expert, 5)] {
+        let dir = temp.path().join(format!("{ranks}"));
+        let mut options = options(ranks);
+        options.experts = experts;
+        convert_with(&gguf, &dir, options, &control());
+        for name in [
+            "token_embd.weight",
+            "blk.1.attn_output.weight",
+            "blk.1.ffn_down_exps.weight",
+            "blk.2.ffn_up_exps.weight",
+            "blk.0.ffn_down.weight",
+            "blk.2.ffn_gate_inp.weight",
+            "blk.1.exp_probs_b.bias",
+            "blk.3.nextn.eh_proj.weight",
+        ] {
+            assert_eq!(values(&gguf, name).1, decoded(&gguf, name), "{name}");
+            assert_eq!(values(&dir, name), values(&gguf, name), "{name} from {ranks} ranks");
+        }
+        for name in ["blk.2.attn_k_b.weight", "blk.2.attn_v_b.weight"] {
+            let (shape, from_checkpoint) = values(&dir, name);
+            assert_eq!(shape, values(&gguf, name).0);
+            assert_eq!(from_checkpoint, rounded(decoded(&gguf, name)), "{name}");
+        }
+        for name in [
+            "model.layers.2.self_attn.kv_b_proj.weight",
+            "model.layers.1.mlp.experts.gate_proj.weight",
+            "model.layers.0.self_attn.indexer.weights_proj.weight",
+        ] {
+            assert_eq!(values(&dir, name), values(&gguf, name), "{name}");
+        }
+    }
+}
+
+#[test]
+fn gguf_files_of_any_architecture_open() {
+    let temp = TempDir::new().unwrap();
+    let mut other = Gguf { keys: Vec::new(), tensors: Vec::new() };
+    other.set("general.architecture", Value::Str("llama".to_owned()));
+    other.put("blk.0.attn_q.weight", &[HIDDEN, 4], F32);
+    let path = other.write(temp.path());
+    assert_eq!(values(&path, "blk.0.attn_q.weight").1, decoded(&path, "blk.0.attn_q.weight"));
+    assert!(inspect(&path, None).unwrap().text.contains("llama"));
+    let out = temp.path().join("x");
+    let error =
+        extract(&path, "model.layers.0.self_attn.kv_b_proj.weight", &out, Existing::Refuse).unwrap_err();
+    assert!(error.to_string().contains("llama"), "{error}");
+}
+
+#[test]
+fn an_unknown_name_gets_the_closest_ones() {
+    let temp = TempDir::new().unwrap();
+    let dir = temp.path().join("out");
+    convert(&bundled().gguf, &dir, 2);
+    let out = temp.path().join("x.safetensors");
+    let refused =
+        |input: &Path, name: &str| extract(input, name, &out, Existing::Refuse).unwrap_err().to_string();
+    let said = refused(&bundled().gguf, "blk.1.attn_outptu.weight");
+    assert!(said.contains("blk.1.attn_output.weight"), "{said}");
+    let said = refused(&dir, "model.layers.1.self_attn.oproj.weight");
+    assert!(said.contains("model.layers.1.self_attn.o_proj.weight"), "{said}");
+    let said = inspect(&dir, Some("blk.1.attn_ouput.weight")).unwrap_err().to_string();
+    assert!(said.contains("blk.1.attn_output.weight"), "{said}");
+    assert!(!out.exists());
+}
+
+#[test]
+fn an_existing_file_is_kept_unless_it_is_to_be_replaced() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("x.safetensors");
+    std::fs::write(&out, "mine").unwrap();
+    let name = "output_norm.weight";
+    let error = extract(&bundled().gguf, name, &out, Existing::Refuse).unwrap_err();
+    assert!(error.to_string().contains("already a file"), "{error}");
+    assert_eq!(std::fs::read(&out).unwrap(), b"mine");
+    let written = extract(&bundled().gguf, name, &out, Existing::Replace).unwrap();
+    assert_eq!(std::fs::metadata(&out).unwrap().len(), written.bytes);
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn inspect_says_the_same_of_a_tensor_wherever_it_lies() {
+    let temp = TempDir::new().unwrap();
+    let dir = temp.path().join("out");
+    convert(&bundled().gguf, &dir, 4);
+    let native = "model.layers.1.mlp.experts.down_proj.weight";
+    let whole = inspect(&dir, Some("blk.1.ffn_down_exps.weight")).unwrap().json;
+    assert_eq!(whole["full_shape"], serde_json::json!([8, 256, 2048]));
+    assert_eq!(whole["dtype"], "Q3_K");
+    assert_eq!(whole["shards"].as_array().unwrap().len(), 4);
+    let rank = inspect(&dir.join("rank-2-of-4.safetensors"), Some(native)).unwrap().json;
+    assert_eq!((&rank["dtype"], &rank["shape"]), (&"Q3_K".into(), &serde_json::json!([8, 256, 512])));
+    let gguf = inspect(&bundled().gguf, Some(native)).unwrap().json;
+    assert_eq!((&gguf["dtype"], &gguf["shape"]), (&"Q3_K".into(), &serde_json::json!([8, 256, 2048])));
+    assert_eq!(gguf["first_values"].as_array().unwrap().len(), 8);
+    let rank_file = inspect(&dir.join("rank-2-of-4.safetensors"), None).unwrap();
+    assert!(rank_file.text.contains("rank 2 of 4"), "{}", rank_file.text);
+    assert_eq!(rank_file.json["tensors"].as_array().unwrap().len(), 90);
+}

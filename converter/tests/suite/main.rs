@@ -1,0 +1,13 @@
+//! The converter on real files: the bundled model, what lies in `../shared`, and small models made here byte by byte.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod archs;
+mod cli;
+mod convert;
+mod extract;
+mod files;
+mod hostile;
+mod made;
+mod rules;
+mod tokenizer;
+mod verify;

@@ -1,0 +1,185 @@
+//! Every kind of damage is found and named.
+
+use crate::files::{bundled, control, convert, convert_with, options, shardmill};
+use converter::verify::{Report, verify};
+use formats::checkpoint::Checkpoint;
+use formats::manifest::{RankManifest, Shard};
+use formats::{Digest, digest};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+fn checkpoint(temp: &TempDir, ranks: usize) -> PathBuf {
+    let out = temp.path().join("out");
+    convert(&bundled().gguf, &out, ranks);
+    out
+}
+
+fn failures(dir: &Path) -> Vec<String> {
+    let report = verify(dir, None, &control()).unwrap();
+    assert_eq!(report.ok, report.failures.is_empty());
+    report.failures
+}
+
+/// Exactly one failure, which names each of `names`.
+fn one_failure(dir: &Path, names: &[&str]) {
+    let found = failures(dir);
+    assert_eq!(found.len(), 1, "{found:?}");
+    for name in names {
+        assert!(found[0].contains(name), "{} should name {name}", found[0]);
+    }
+}
+
+fn flip(path: &Path, at: u64) {
+    let mut bytes = std::fs::read(path).unwrap();
+    bytes[at as usize] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_flipped_byte_names_rank_file_chunk_and_tensor() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 1);
+    let shard = Checkpoint::open(&dir).unwrap().rank(0).unwrap();
+    let name = "model.layers.2.mlp.experts.down_proj.weight";
+    let at = shard.entry(name).unwrap().bytes.1 - 1;
+    let chunk = at / digest::CHUNK_BYTES;
+    assert!(chunk > 0, "the model has more than one chunk on one rank");
+    flip(shard.path(), at);
+    let chunk = format!("chunk {chunk} ");
+    one_failure(&dir, &["rank 0", "rank-0-of-1.safetensors", &chunk, name]);
+    let output = shardmill(&["verify".as_ref(), dir.as_os_str()]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stdout).unwrap().contains("FAILED, 1 faults"));
+}
+
+#[test]
+fn a_flipped_header_names_the_header() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    flip(&dir.join("rank-1-of-2.safetensors"), 4000);
+    let found = failures(&dir);
+    assert!(
+        found.iter().any(|f| f.contains("rank 1") && f.contains("chunk 0") && f.contains("header")),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn other_files_are_held_against_their_digests() {
+    for (file, names) in [
+        ("tokenizer.json", &["tokenizer.json", "digest"][..]),
+        ("rank-1-of-2.json", &["rank-1-of-2.json"]),
+        ("B3SUMS", &["B3SUMS"]),
+    ] {
+        let temp = TempDir::new().unwrap();
+        let dir = checkpoint(&temp, 2);
+        flip(&dir.join(file), 30);
+        let found = failures(&dir);
+        assert!(!found.is_empty(), "{file}");
+        assert!(names.iter().all(|name| found[0].contains(name)), "{found:?}");
+    }
+}
+
+#[test]
+fn missing_and_short_files_are_failures_and_no_checkpoint_is_bad_input() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    let rank = dir.join("rank-1-of-2.safetensors");
+    let file = std::fs::OpenOptions::new().write(true).open(&rank).unwrap();
+    file.set_len(100_000).unwrap();
+    one_failure(&dir, &["rank-1-of-2.safetensors", "100000"]);
+    std::fs::remove_file(&rank).unwrap();
+    one_failure(&dir, &["rank-1-of-2.safetensors"]);
+    std::fs::remove_file(dir.join("chat_template.jinja")).unwrap();
+    assert_eq!(failures(&dir).len(), 2);
+    std::fs::remove_file(dir.join("checkpoint.json")).unwrap();
+    assert_eq!(verify(&dir, None, &control()).unwrap_err().exit_code(), 2);
+}
+
+/// Rewrites a rank's manifest, and all digests that follow from it, so that only its contents are wrong.
+fn rewrite(dir: &Path, rank: usize, change: impl FnOnce(&mut RankManifest)) {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let mut manifest = checkpoint.rank_manifest(rank).unwrap();
+    change(&mut manifest);
+    let bytes = serde_json::to_vec(&manifest).unwrap();
+    let mut top = checkpoint.manifest().clone();
+    let entry = &mut top.rank_files[rank];
+    entry.manifest_blake3 = Digest::of(&bytes);
+    entry.blake3 = manifest.blake3;
+    std::fs::write(dir.join(&entry.manifest), bytes).unwrap();
+    std::fs::write(dir.join("checkpoint.json"), serde_json::to_vec(&top).unwrap()).unwrap();
+}
+
+#[test]
+fn parts_that_do_not_make_up_the_whole_are_found() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    rewrite(&dir, 1, |manifest| {
+        let name = "model.layers.1.self_attn.kv_b_proj.weight";
+        let entry = manifest.tensors.iter_mut().find(|t| t.name == name).unwrap();
+        let Shard::Cut { start, .. } = &mut entry.shard else { panic!("kv_b_proj is cut") };
+        *start -= 448;
+    });
+    let found = failures(&dir);
+    let named =
+        |what: &str| found.iter().any(|f| f.contains("layers.1.self_attn.kv_b_proj") && f.contains(what));
+    assert!(named("starts at 1344"), "{found:?}");
+    assert!(named("heads"), "{found:?}");
+}
+
+#[test]
+fn a_replica_that_differs_is_found_even_with_right_digests() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    let name = "model.layers.1.mlp.gate.weight";
+    let shard = Checkpoint::open(&dir).unwrap().rank(1).unwrap();
+    flip(shard.path(), shard.entry(name).unwrap().bytes.0);
+    let bytes = std::fs::read(shard.path()).unwrap();
+    rewrite(&dir, 1, |manifest| {
+        manifest.blake3 = Digest::of(&bytes);
+        manifest.chunks = (0..manifest.chunks.len())
+            .map(|i| {
+                let range = manifest.chunk(i);
+                let chunk = &bytes[range.start as usize..range.end as usize];
+                digest::chunk_digest(chunk, range.start, manifest.bytes)
+            })
+            .collect();
+    });
+    let found: Vec<String> = failures(&dir).into_iter().filter(|f| !f.starts_with("B3SUMS")).collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].contains("rank 1") && found[0].contains(name), "{found:?}");
+}
+
+#[test]
+fn the_source_finds_values_that_digests_cannot() {
+    let temp = TempDir::new().unwrap();
+    let gguf = temp.path().join("model.gguf");
+    let mut bytes = std::fs::read(bundled().gguf).unwrap();
+    std::fs::write(&gguf, &bytes).unwrap();
+    let dir = temp.path().join("out");
+    convert_with(&gguf, &dir, options(3), &control());
+    let set = formats::gguf::GgufSet::open(&gguf).unwrap();
+    let names = ["blk.1.ffn_down_exps.weight", "blk.2.attn_v_b.weight", "blk.1.indexer.proj.weight"];
+    for name in names {
+        let (_, info) = set.info(name).unwrap();
+        bytes[info.bytes.end as usize - 20] ^= 0x40;
+    }
+    drop(set);
+    std::fs::write(&gguf, &bytes).unwrap();
+    let Report { failures, .. } = verify(&dir, Some(&gguf), &control()).unwrap();
+    for name in names.iter().chain(&["model.gguf: digest"]) {
+        assert!(failures.iter().any(|f| f.contains(name)), "{failures:?} should name {name}");
+    }
+    // A routed expert's columns lie on one rank; a replicated tensor on all three.
+    let of = |name: &str| failures.iter().filter(|f| f.contains(name)).count();
+    assert_eq!((of(names[0]), of(names[1]), of(names[2])), (1, 1, 3), "{failures:?}");
+}
+
+#[test]
+fn another_model_is_not_the_source() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    let other = crate::made::Gguf::glm_dsa().write(temp.path());
+    let report = verify(&dir, Some(&other), &control()).unwrap();
+    assert!(report.failures[0].contains("not the source of this checkpoint"), "{:?}", report.failures);
+}

@@ -1,0 +1,111 @@
+//! Operations on one row at a time.
+
+use super::isa::{Kernel, Vector};
+use super::lanes::{exp, max, sum};
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight`
+pub(super) struct RmsNorm<'a> {
+    pub x: &'a [f32],
+    pub weight: &'a [f32],
+    pub eps: f32,
+}
+
+impl Kernel for RmsNorm<'_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
+        let mut lanes = [0.0; L];
+        let (whole, rest) = self.x.as_chunks::<L>();
+        for x in whole {
+            for l in 0..L {
+                lanes[l] = V::lane_mul_add(x[l], x[l], lanes[l]);
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(rest) {
+            *lane = V::lane_mul_add(*x, *x, *lane);
+        }
+        let scale = 1.0 / (sum(lanes) / self.x.len() as f32 + self.eps).sqrt();
+        for ((out, x), weight) in out.iter_mut().zip(self.x).zip(self.weight) {
+            *out = x * scale * weight;
+        }
+    }
+}
+
+/// `out = silu(out) * up`
+pub(super) struct SwiGlu<'a> {
+    pub up: &'a [f32],
+}
+
+impl Kernel for SwiGlu<'_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
+        for (gate, up) in out.iter_mut().zip(self.up) {
+            *gate = *gate / (1.0 + exp::<V, L>(-*gate)) * up;
+        }
+    }
+}
+
+/// A softmax that has seen a part of its scores.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SoftmaxState {
+    /// Largest score so far.
+    max: f32,
+    /// Sum of e^(score - max) so far.
+    total: f32,
+}
+
+impl Default for SoftmaxState {
+    fn default() -> Self {
+        Self { max: f32::NEG_INFINITY, total: 0.0 }
+    }
+}
+
+impl SoftmaxState {
+    /// What a weighted sum is multiplied by in the end.
+    pub(super) fn normaliser(self) -> f32 {
+        1.0 / self.total
+    }
+}
+
+/// Turns the next scores of a row, before scaling, into weights and brings the row's weighted sum so far to the new maximum.
+pub(super) struct Softmax<'a> {
+    pub state: &'a mut SoftmaxState,
+    pub scale: f32,
+    pub sum: &'a mut [f32],
+}
+
+impl Kernel for Softmax<'_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
+        let mut largest = [self.state.max; L];
+        let (whole, rest) = out.as_chunks_mut::<L>();
+        for scores in whole.iter_mut() {
+            for l in 0..L {
+                scores[l] *= self.scale;
+                largest[l] = max(largest[l], scores[l]);
+            }
+        }
+        let mut new_max = largest.into_iter().fold(self.state.max, max);
+        for score in rest.iter_mut() {
+            *score *= self.scale;
+            new_max = max(new_max, *score);
+        }
+
+        let mut totals = [0.0; L];
+        for scores in whole {
+            for l in 0..L {
+                scores[l] = exp::<V, L>(scores[l] - new_max);
+                totals[l] += scores[l];
+            }
+        }
+        for (total, score) in totals.iter_mut().zip(rest) {
+            *score = exp::<V, L>(*score - new_max);
+            *total += *score;
+        }
+        let shrink = exp::<V, L>(self.state.max - new_max);
+        for value in self.sum {
+            *value *= shrink;
+        }
+        *self.state =
+            SoftmaxState { max: new_max, total: V::lane_mul_add(self.state.total, shrink, sum(totals)) };
+    }
+}

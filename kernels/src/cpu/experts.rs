@@ -1,0 +1,98 @@
+//! Routed experts: tokens are grouped by expert, so that an expert's weights are read once for all of them.
+
+use super::Weight;
+use super::elementwise::SwiGlu;
+use super::isa::Proven;
+use super::product::{Job, Product, untile};
+use super::rows::{Order, Rows};
+use super::workers::{Workers, grown};
+use crate::ExpertWeights;
+use crate::shape::MoeShape;
+
+/// Which token visits which local expert, by expert, and intermediate results.
+#[derive(Debug, Default)]
+pub(super) struct Buffers {
+    /// One for each visited local expert: its visits.
+    jobs: Vec<Job>,
+    /// Token of each visit.
+    tokens: Vec<usize>,
+    /// Weight of each visit.
+    weights: Vec<f32>,
+    /// `[visits, intermediate]`, in tiles.
+    gate: Vec<f32>,
+    /// `[visits, intermediate]`, in tiles; then what goes down, row-major.
+    up: Vec<f32>,
+    /// `[T, hidden]`, in tiles.
+    tiles: Vec<f32>,
+}
+
+impl Buffers {
+    /// A token's visits stay in the order of their experts, whichever other tokens there are.
+    fn group(&mut self, shape: &MoeShape, choice: &[f32]) {
+        self.jobs.clear();
+        self.tokens.clear();
+        self.weights.clear();
+        let k = shape.num_experts_per_tok;
+        for (local, expert) in shape.local_experts.clone().enumerate() {
+            let start = self.tokens.len();
+            for (token, choice) in choice.chunks_exact(2 * k).enumerate() {
+                let (ids, weights) = choice.split_at(k);
+                if let Some(i) = ids.iter().position(|&id| id == expert as f32) {
+                    self.tokens.push(token);
+                    self.weights.push(weights[i]);
+                }
+            }
+            let len = self.tokens.len() - start;
+            if len > 0 {
+                self.jobs.push(Job { expert: local, start, len });
+            }
+        }
+    }
+}
+
+/// `out` `[rows, hidden]`; arguments as in [`crate::Backend::experts`].
+#[expect(clippy::too_many_arguments, reason = "the operation's own arguments and what it works with")]
+pub(super) fn experts(
+    isa: Proven,
+    workers: &Workers,
+    buffers: &mut Buffers,
+    shape: &MoeShape,
+    experts: &ExpertWeights<Weight>,
+    x: &[f32],
+    choice: &[f32],
+    rows: usize,
+    out: &mut [f32],
+) {
+    buffers.group(shape, &choice[..rows * 2 * shape.num_experts_per_tok]);
+    let Buffers { jobs, tokens, weights, gate, up, tiles } = buffers;
+    let visits = tokens.len();
+    let into_visits = |w| Product {
+        w,
+        x: Rows::new(x, shape.hidden).listed(tokens),
+        jobs,
+        out_rows: visits,
+        outputs: Order::Same,
+        factors: None,
+    };
+    let width = shape.intermediate;
+    let gate = grown(gate, visits * width);
+    let up = grown(up, visits * width);
+    into_visits(&experts.gate).tiles(isa, workers, gate);
+    into_visits(&experts.up).tiles(isa, workers, up);
+    let len = width.max(1);
+    workers.chunks(gate, len, visits * width * 8, |i, gate, _| {
+        let up = &up[i * len..][..gate.len()];
+        isa.run(SwiGlu { up }, gate);
+    });
+    untile(workers, gate, [visits, width], up);
+
+    let down = Product {
+        w: &experts.down,
+        x: Rows::new(up, width),
+        jobs,
+        out_rows: rows,
+        outputs: Order::Listed(tokens),
+        factors: Some(weights),
+    };
+    down.rows(isa, workers, tiles, out);
+}

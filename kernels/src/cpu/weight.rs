@@ -1,0 +1,66 @@
+//! Weights as the checkpoint stores them.
+
+use super::isa::{Kernel, Proven, Vector};
+use crate::Error;
+use crate::shape::dims_of;
+use formats::TensorView;
+use formats::quant::{Block, ForBlock, dispatch};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// A weight in the checkpoint's own blocks, sharing the bytes of the view that it was made of.
+pub struct Weight {
+    view: TensorView,
+    decode: Decode,
+    /// Rows of a matrix, of each one in a stack; 1 for a vector.
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+}
+
+/// Decodes whole blocks with a given instruction set.
+#[derive(Clone, Copy)]
+struct Decode(fn(Proven, &[u8], &mut [f32]));
+
+impl Weight {
+    pub(super) fn new(view: TensorView) -> Result<Self, Error> {
+        let [_, rows, cols] = dims_of(&view)?;
+        let decode = dispatch(view.dtype(), Compile).ok_or(Error::UnsupportedType { dtype: view.dtype() })?;
+        Ok(Self { view, decode, rows, cols })
+    }
+
+    /// Decodes `columns` of row `row` of the matrix or, counted through, the stack; they begin and end at blocks.
+    pub(super) fn decode(&self, isa: Proven, row: usize, columns: Range<usize>, out: &mut [f32]) {
+        let dtype = self.view.dtype();
+        let bytes_of = |elements: usize| elements / dtype.block_len() * dtype.block_bytes();
+        let row = &self.view.bytes()[row * bytes_of(self.cols)..][..bytes_of(self.cols)];
+        (self.decode.0)(isa, &row[bytes_of(columns.start)..bytes_of(columns.end)], out);
+    }
+}
+
+impl std::fmt::Debug for Weight {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Weight({} {})", self.view.dtype(), self.view.shape())
+    }
+}
+
+struct Compile;
+
+impl ForBlock for Compile {
+    type Output = Decode;
+
+    fn call<B: Block>(self) -> Decode {
+        Decode(|isa, bytes, out| isa.run(DecodeRun { bytes, block: PhantomData::<B> }, out))
+    }
+}
+
+struct DecodeRun<'a, B> {
+    bytes: &'a [u8],
+    block: PhantomData<B>,
+}
+
+impl<B: Block> Kernel for DecodeRun<'_, B> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
+        B::decode_run(self.bytes, out);
+    }
+}

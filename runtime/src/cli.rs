@@ -1,0 +1,197 @@
+//! The command line.
+
+mod generate;
+mod logits;
+mod serve;
+
+use clap::builder::FalseyValueParser;
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand};
+use indicatif::ProgressBar;
+use runtime::engine::{Arithmetic, Engine, EngineOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Runs native checkpoints of MLA + mixture-of-experts language models.
+#[derive(Debug, Parser)]
+#[command(name = "shardrun", version, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  shardrun serve ./glm-5                          OpenAI-compatible HTTP on 127.0.0.1:8000
+  shardrun generate ./glm-5 --prompt 'What is 2+2?'
+  shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Serve(serve::Serve),
+    Generate(generate::Generate),
+    Logits(logits::Logits),
+}
+
+/// What ends a command.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The command line.
+    #[error("{0}")]
+    Usage(String),
+    /// The checkpoint, or an option that does not suit it.
+    #[error(transparent)]
+    Checkpoint(#[from] runtime::Error),
+    /// A file or address of the command line.
+    #[error("{what}: {source}")]
+    Io {
+        /// Which.
+        what: String,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// It ran, and then something failed.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl Error {
+    /// 1 for what went wrong on the way, 2 for what was wrong from the start.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Failed(_) => 1,
+            Self::Usage(_) | Self::Checkpoint(_) | Self::Io { .. } => 2,
+        }
+    }
+
+    fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let what = what.into();
+        move |source| Self::Io { what, source }
+    }
+}
+
+/// What a process that Ctrl-C ends returns to its shell.
+const INTERRUPTED: u8 = 130;
+
+/// Runs the command that the process was started with.
+pub(crate) fn run() -> Result<ExitCode, Error> {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("SHARDRUN_LOG").unwrap_or_else(|_| "warn".into()),
+        )
+        .init();
+    match cli.command {
+        Command::Serve(command) => command.run(),
+        Command::Generate(command) => command.run(),
+        Command::Logits(command) => command.run(),
+    }
+}
+
+/// Help and version go to stdout; anything else is one line.
+fn refuse(error: &clap::Error) -> Result<ExitCode, Error> {
+    let text = error.render().to_string();
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            print(&text)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            Err(Error::Usage("a command is missing: serve, generate or logits; see `shardrun --help`".into()))
+        }
+        _ => {
+            let cause = text.split("\n\n").next().unwrap_or_default();
+            let cause = cause.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
+            Err(Error::Usage(format!("{cause}; see `shardrun --help`")))
+        }
+    }
+}
+
+/// Writes to stdout, now. Nobody reading any more is not an error: `false` then.
+fn print(text: &str) -> Result<bool, Error> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+        Err(source) => Err(Error::io("stdout")(source)),
+    }
+}
+
+/// How the checkpoint is run.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Engine")]
+struct EngineArgs {
+    /// Longest prompt plus answer, in tokens [default: what the model was trained for, or what the cache has room for]
+    #[arg(long, env = "SHARDRUN_MAX_MODEL_LEN", value_name = "TOKENS")]
+    max_model_len: Option<usize>,
+    /// Prompt tokens in one step; longer prompts go in chunks of this many
+    #[arg(long, env = "SHARDRUN_MAX_NUM_BATCHED_TOKENS", value_name = "TOKENS", default_value_t = EngineOptions::default().max_num_batched_tokens)]
+    max_num_batched_tokens: usize,
+    /// Hold every byte against its digest before anything is loaded
+    #[arg(long, env = "SHARDRUN_VERIFY", value_parser = FalseyValueParser::new())]
+    verify: bool,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+impl EngineArgs {
+    fn options(&self, max_num_seqs: usize) -> EngineOptions {
+        EngineOptions {
+            threads: self.device.threads,
+            max_model_len: self.max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            arithmetic: self.device.arithmetic(),
+            verify: self.verify,
+            ..EngineOptions::default()
+        }
+    }
+}
+
+/// What it runs on.
+#[derive(Debug, Args)]
+struct DeviceArgs {
+    /// Worker threads over all ranks [default: one for each core]
+    #[arg(long, env = "SHARDRUN_THREADS", value_name = "N", value_parser = at_least_one)]
+    threads: Option<usize>,
+    /// Compute with the slow arithmetic that everything is tested against
+    #[arg(long, env = "SHARDRUN_PRECISE", value_parser = FalseyValueParser::new())]
+    precise: bool,
+}
+
+impl DeviceArgs {
+    fn arithmetic(&self) -> Arithmetic {
+        if self.precise { Arithmetic::Reference } else { Arithmetic::Fast }
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("at least 1 is needed".into()),
+        Ok(number) => Ok(number),
+        Err(_) => Err("not a whole number".into()),
+    }
+}
+
+/// Loads a checkpoint, with a spinner where stderr is a terminal.
+fn start_engine(dir: &Path, options: &EngineOptions) -> Result<Engine, Error> {
+    let spinner = ProgressBar::new_spinner().with_message(format!("loading {}", dir.display()));
+    spinner.enable_steady_tick(Duration::from_millis(100));
+    let engine = Engine::start(dir, options);
+    spinner.finish_and_clear();
+    Ok(engine?)
+}
+
+/// The checkpoint's folder.
+#[derive(Debug, Args)]
+struct CheckpointArgs {
+    /// Folder of the checkpoint, as `shardmill convert` writes it
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+}

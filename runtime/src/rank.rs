@@ -1,0 +1,241 @@
+//! Ranks: one thread each, all of one process and one config, walking through every step together.
+
+use crate::Error;
+use crate::batch::Batch;
+use crate::comm::{Communicator, Local};
+use crate::engine::{Arithmetic, EngineOptions};
+use crate::load::load;
+use crate::model::{Limits, Model};
+use formats::checkpoint::Checkpoint;
+use formats::{ModelConfig, checkpoint::RankShard};
+use kernels::cpu::Cpu;
+use kernels::reference::Reference;
+use kernels::{Backend, HostBuffer};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// All ranks of a loaded checkpoint.
+#[derive(Debug)]
+pub struct RankGroup {
+    ranks: Vec<RankHandle>,
+    results: Receiver<(usize, Result<(), String>)>,
+    batch: Arc<Batch>,
+    logits: Vec<f32>,
+    vocab_size: usize,
+}
+
+#[derive(Debug)]
+struct RankHandle {
+    steps: Option<SyncSender<Arc<Batch>>>,
+    thread: Option<JoinHandle<()>>,
+    logit_rows: Range<usize>,
+    logits: Arc<Mutex<Vec<f32>>>,
+}
+
+/// A rank could not finish a step; the group is of no use any more.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("rank {rank} stopped: {cause}")]
+pub struct RankStopped {
+    /// The rank.
+    pub rank: usize,
+    /// What it said.
+    pub cause: String,
+}
+
+impl RankGroup {
+    /// Loads every rank on a thread of its own and waits until all are ready; if one is not, none stays.
+    ///
+    /// # Errors
+    /// [`Error`] of the first rank that failed, naming file and tensor.
+    pub fn start(checkpoint: &Checkpoint, options: &EngineOptions, limits: Limits) -> Result<Self, Error> {
+        let manifest = checkpoint.manifest();
+        let ranks = manifest.ranks;
+        let threads = threads_per_rank(options.threads, ranks);
+        let config = Arc::new(manifest.model.clone());
+        let shards = (0..ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
+        let (ready_tx, ready) = sync_channel(ranks);
+        let (results_tx, results) = sync_channel(ranks);
+        let mut handles = Vec::with_capacity(ranks);
+        for ((rank, shard), communicator) in
+            shards.into_iter().enumerate().zip(Local::group(ranks, limits.max_rows * config.hidden_size))
+        {
+            let (steps_tx, steps) = sync_channel(1);
+            let logits = Arc::new(Mutex::new(Vec::new()));
+            let link = Link {
+                rank,
+                config: Arc::clone(&config),
+                ready: ready_tx.clone(),
+                steps,
+                results: results_tx.clone(),
+                logits: Arc::clone(&logits),
+            };
+            let arithmetic = options.arithmetic;
+            let thread = std::thread::Builder::new()
+                .name(format!("rank-{rank}"))
+                .spawn(move || match arithmetic {
+                    Arithmetic::Fast => link.run(|| Cpu::new(threads), communicator, &shard, limits),
+                    Arithmetic::Reference => link.run(|| Ok(Reference::new()), communicator, &shard, limits),
+                })
+                .map_err(|e| kernels::Error::Threads { threads: ranks, cause: e.to_string() })?;
+            handles.push(RankHandle {
+                steps: Some(steps_tx),
+                thread: Some(thread),
+                logit_rows: 0..0,
+                logits,
+            });
+        }
+        drop(ready_tx);
+        for _ in 0..ranks {
+            let (rank, result) =
+                ready.recv().map_err(|_| Error::Stopped("a rank's thread ended while loading".to_owned()))?;
+            handles[rank].logit_rows = result?;
+        }
+        let vocab_size = config.vocab_size;
+        Ok(Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size })
+    }
+
+    /// Rows of the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Runs one step on all ranks: `fill` makes the batch. The result is `[logit rows, vocab_size]`.
+    ///
+    /// # Errors
+    /// [`RankStopped`] naming the first rank that failed, after which every further step fails as well.
+    pub fn step(&mut self, fill: impl FnOnce(&mut Batch)) -> Result<&mut [f32], RankStopped> {
+        let mut batch = std::mem::take(&mut self.batch);
+        // Every rank drops its handle before it reports, so this one is the last.
+        let unique = Arc::make_mut(&mut batch);
+        unique.clear();
+        fill(unique);
+        let logit_rows = batch.logit_rows().len();
+        for (rank, handle) in self.ranks.iter().enumerate() {
+            let sent = handle.steps.as_ref().is_some_and(|steps| steps.send(Arc::clone(&batch)).is_ok());
+            if !sent {
+                return Err(RankStopped { rank, cause: "its thread has ended".to_owned() });
+            }
+        }
+        self.wait()?;
+        self.batch = batch;
+        self.logits.resize(logit_rows * self.vocab_size, 0.0);
+        for handle in &self.ranks {
+            let part = handle.logits.lock().unwrap_or_else(PoisonError::into_inner);
+            let width = handle.logit_rows.len();
+            for row in 0..logit_rows {
+                let to = row * self.vocab_size + handle.logit_rows.start;
+                self.logits[to..to + width].copy_from_slice(&part[row * width..(row + 1) * width]);
+            }
+        }
+        Ok(&mut self.logits)
+    }
+
+    /// Waits for every rank. A rank that lost a peer is not the cause: the peer is.
+    fn wait(&self) -> Result<(), RankStopped> {
+        let mut failed: Option<RankStopped> = None;
+        for _ in &self.ranks {
+            let Ok((rank, result)) = self.results.recv() else {
+                return Err(failed
+                    .unwrap_or(RankStopped { rank: 0, cause: "all rank threads have ended".to_owned() }));
+            };
+            let Err(cause) = result else { continue };
+            let is_follower = cause == crate::comm::PeerStopped.to_string();
+            if failed.is_none() || !is_follower {
+                failed = Some(RankStopped { rank, cause });
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for RankGroup {
+    fn drop(&mut self) {
+        for handle in &mut self.ranks {
+            handle.steps = None;
+        }
+        for handle in &mut self.ranks {
+            // A panic was reported when it happened.
+            let _ = handle.thread.take().map(JoinHandle::join);
+        }
+    }
+}
+
+/// A rank thread's ends of the channels.
+struct Link {
+    rank: usize,
+    config: Arc<ModelConfig>,
+    ready: SyncSender<(usize, Result<Range<usize>, Error>)>,
+    steps: Receiver<Arc<Batch>>,
+    results: SyncSender<(usize, Result<(), String>)>,
+    logits: Arc<Mutex<Vec<f32>>>,
+}
+
+impl Link {
+    fn run<B, C>(
+        self,
+        backend: impl FnOnce() -> Result<B, kernels::Error>,
+        communicator: C,
+        shard: &RankShard,
+        limits: Limits,
+    ) where
+        B: Backend<Buffer = HostBuffer>,
+        C: Communicator<B>,
+    {
+        let Self { rank, config, ready, steps, results, logits } = self;
+        let made = catch_unwind(AssertUnwindSafe(|| {
+            let backend = backend()?;
+            let weights = load(&backend, shard, &config)?;
+            Model::new(backend, communicator, weights, &config, limits)
+        }));
+        let mut model = match made.unwrap_or_else(|panic| Err(Error::Stopped(panic_text(&*panic)))) {
+            Ok(model) => model,
+            Err(error) => {
+                // The group may be gone already, because another rank failed first.
+                let _ = ready.send((rank, Err(error)));
+                return;
+            }
+        };
+        let width = model.logit_rows().len();
+        if ready.send((rank, Ok(model.logit_rows()))).is_err() {
+            return;
+        }
+        drop(ready);
+        while let Ok(batch) = steps.recv() {
+            let step = catch_unwind(AssertUnwindSafe(|| {
+                let mut logits = logits.lock().unwrap_or_else(PoisonError::into_inner);
+                logits.resize(batch.logit_rows().len() * width, 0.0);
+                model.forward(&batch, &mut logits)
+            }));
+            drop(batch);
+            let result = match step {
+                Ok(done) => done.map_err(|stopped| stopped.to_string()),
+                Err(panic) => Err(panic_text(&*panic)),
+            };
+            let failed = result.is_err();
+            if failed {
+                // Before reporting: peers may be waiting for this rank in the middle of the step.
+                drop(model);
+                let _ = results.send((rank, result));
+                return;
+            }
+            if results.send((rank, result)).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Worker threads of each rank when `total` are shared by all.
+fn threads_per_rank(total: Option<usize>, ranks: usize) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (total.unwrap_or_else(cores) / ranks).max(1)
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text =
+        panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("a fault in the program: {}", text.unwrap_or("panic without a message"))
+}

@@ -1,0 +1,127 @@
+//! What a client hears when something is wrong: OpenAI's error object.
+
+use crate::engine::Refusal;
+use crate::generation::Interrupted;
+use axum::http::{HeaderValue, StatusCode, header::RETRY_AFTER};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+/// An answer that is an error: `{"error": {message, type, param, code}}`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ApiError {
+    pub(super) status: StatusCode,
+    pub(super) message: String,
+    /// The field that is wrong, with its path.
+    pub(super) param: Option<String>,
+    /// For programs.
+    pub(super) code: Option<&'static str>,
+    /// Seconds after which to try again.
+    pub(super) retry_after: Option<u32>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), param: None, code: None, retry_after: None }
+    }
+
+    /// The request as a whole is wrong.
+    pub(super) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// A field is wrong: what was expected, or what to do.
+    pub(super) fn field(param: impl Into<String>, message: impl std::fmt::Display) -> Self {
+        let param = param.into();
+        Self { param: Some(param.clone()), ..Self::bad_request(format!("{param}: {message}")) }
+    }
+
+    /// A field asks for what this server does not do.
+    pub(super) fn unsupported(param: impl Into<String>, message: impl std::fmt::Display) -> Self {
+        Self { code: Some("unsupported"), ..Self::field(param, message) }
+    }
+
+    /// Prompt and answer are longer than the context.
+    pub(super) fn context_length(param: &str, message: impl std::fmt::Display) -> Self {
+        Self { code: Some("context_length_exceeded"), ..Self::field(param, message) }
+    }
+
+    pub(super) fn too_large(limit: usize) -> Self {
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is larger than {limit} bytes"))
+    }
+
+    pub(super) fn loading() -> Self {
+        Self {
+            code: Some("loading"),
+            retry_after: Some(5),
+            ..Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the model is still loading: try again when /health says 200",
+            )
+        }
+    }
+
+    pub(super) fn unknown_model(asked: &str, served: &str) -> Self {
+        Self {
+            param: Some("model".into()),
+            code: Some("model_not_found"),
+            ..Self::new(
+                StatusCode::NOT_FOUND,
+                format!("model: {asked:?} is not served here; the model is {served:?}"),
+            )
+        }
+    }
+
+    pub(super) fn unknown_route(path: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, format!("there is nothing at {path}"))
+    }
+
+    pub(super) fn wrong_method(method: &str, path: &str) -> Self {
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, format!("{path} does not take {method}"))
+    }
+
+    pub(super) fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
+    /// The engine does not take a request; `prompt` is the field that its prompt came from.
+    pub(super) fn refused(refusal: &Refusal, prompt: &str) -> Self {
+        match refusal {
+            Refusal::ContextLength { .. } => Self::context_length(prompt, refusal),
+            Refusal::Vocabulary { .. } | Refusal::EmptyPrompt => Self::field(prompt, refusal),
+            Refusal::QueueFull { .. } => Self {
+                code: Some("queue_full"),
+                retry_after: Some(1),
+                ..Self::new(StatusCode::TOO_MANY_REQUESTS, refusal.to_string())
+            },
+            Refusal::Stopped { .. } => Self::new(StatusCode::SERVICE_UNAVAILABLE, refusal.to_string()),
+        }
+    }
+
+    /// As it stands in a body or a stream.
+    pub(super) fn json(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "service_unavailable_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl From<Interrupted> for ApiError {
+    fn from(interrupted: Interrupted) -> Self {
+        Self::internal(interrupted.to_string())
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, axum::Json(self.json())).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}

@@ -1,0 +1,120 @@
+//! Messages and tools as templates take them: contents are strings, the arguments of tool calls are objects.
+
+use super::error::ApiError;
+use super::fields::{Fields, wrong};
+use serde_json::{Map, Value};
+
+/// Reads `messages`.
+pub(super) fn read(messages: &[Value]) -> Result<Vec<Value>, ApiError> {
+    let each = messages.iter().enumerate();
+    each.map(|(at, message)| read_message(&format!("messages[{at}]"), message)).collect()
+}
+
+fn read_message(path: &str, message: &Value) -> Result<Value, ApiError> {
+    let fields = Fields::at(path, message)?;
+    let role = match fields.string("role")? {
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
+        Some("developer") => "system",
+        _ => {
+            let expected = "expected one of \"system\", \"developer\", \"user\", \"assistant\" and \"tool\"";
+            return Err(ApiError::field(fields.path("role"), expected));
+        }
+    };
+    for name in ["name", "tool_call_id", "reasoning_content"] {
+        fields.string(name)?;
+    }
+    // What else is there is the template's to know.
+    let mut read = fields.map().clone();
+    read.insert("role".into(), role.into());
+    read.insert("content".into(), content(&fields)?.into());
+    if let Some(calls) = fields.array("tool_calls")? {
+        let path = fields.path("tool_calls");
+        let calls: Result<Vec<Value>, ApiError> = calls
+            .iter()
+            .enumerate()
+            .map(|(at, call)| read_tool_call(&format!("{path}[{at}]"), call))
+            .collect();
+        read.insert("tool_calls".into(), calls?.into());
+    }
+    Ok(read.into())
+}
+
+/// The text of a message: a string, text parts joined, or nothing.
+fn content(fields: &Fields<'_>) -> Result<String, ApiError> {
+    let path = fields.path("content");
+    match fields.value("content") {
+        None => Ok(String::new()),
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(Value::Array(parts)) => {
+            parts.iter().enumerate().map(|(at, part)| part_text(&format!("{path}[{at}]"), part)).collect()
+        }
+        Some(other) => Err(wrong(&path, "a string, a list of text parts or null", other)),
+    }
+}
+
+fn part_text<'a>(path: &str, part: &'a Value) -> Result<&'a str, ApiError> {
+    if let Value::String(text) = part {
+        return Ok(text);
+    }
+    let fields = Fields::at(path, part)?;
+    match fields.string("type")? {
+        Some("text") => (),
+        Some(other) => {
+            let message = format!("{other:?} is not supported: this model reads text");
+            return Err(ApiError::unsupported(fields.path("type"), message));
+        }
+        None => return Err(ApiError::field(fields.path("type"), "missing: expected \"text\"")),
+    }
+    fields.string("text")?.ok_or_else(|| ApiError::field(fields.path("text"), "missing: expected a string"))
+}
+
+/// A tool call of an earlier answer. OpenAI sends its arguments as JSON in a string; templates want the object.
+fn read_tool_call(path: &str, call: &Value) -> Result<Value, ApiError> {
+    let fields = Fields::at(path, call)?;
+    let Some(function) = fields.fields("function")? else {
+        return Err(ApiError::field(fields.path("function"), "missing: expected an object"));
+    };
+    if function.string("name")?.is_none() {
+        return Err(ApiError::field(function.path("name"), "missing: expected a string"));
+    }
+    let arguments = match function.value("arguments") {
+        None => Map::new(),
+        Some(Value::Object(arguments)) => arguments.clone(),
+        Some(Value::String(json)) if json.trim().is_empty() => Map::new(),
+        Some(Value::String(json)) => serde_json::from_str(json).map_err(|error| {
+            ApiError::field(
+                function.path("arguments"),
+                format!("expected a JSON object in a string: {error}"),
+            )
+        })?,
+        Some(other) => return Err(wrong(&function.path("arguments"), "a JSON object in a string", other)),
+    };
+    let mut read_function = function.map().clone();
+    read_function.insert("arguments".into(), arguments.into());
+    let mut read = fields.map().clone();
+    read.insert("function".into(), read_function.into());
+    Ok(read.into())
+}
+
+/// Reads `tools`: functions with a name. They reach the template as they are.
+pub(super) fn read_tools(tools: &[Value]) -> Result<Vec<Value>, ApiError> {
+    for (at, tool) in tools.iter().enumerate() {
+        let fields = Fields::at(&format!("tools[{at}]"), tool)?;
+        match fields.string("type")? {
+            Some("function") => (),
+            Some(other) => {
+                let message = format!("{other:?} is not supported: only functions are");
+                return Err(ApiError::unsupported(fields.path("type"), message));
+            }
+            None => return Err(ApiError::field(fields.path("type"), "missing: expected \"function\"")),
+        }
+        let named = match fields.fields("function")? {
+            Some(function) => function.string("name")?.is_some_and(|name| !name.is_empty()),
+            None => false,
+        };
+        if !named {
+            return Err(ApiError::field(fields.path("function.name"), "missing: expected a string"));
+        }
+    }
+    Ok(tools.to_vec())
+}

@@ -1,0 +1,159 @@
+//! Conversations to prompts, by the checkpoint's own chat template.
+//!
+//! Templates are Jinja as HF transformers runs it: Python's methods, `tojson` that prints as `json.dumps` does, blocks
+//! trimmed. A control token that a user typed stays text: see [`guard`].
+
+mod guard;
+mod json;
+mod python;
+
+use crate::Error;
+use crate::tokenizer::{EncodeError, Part, Tokenizer};
+use guard::Guard;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
+use serde_json::Map;
+use std::path::Path;
+
+/// The file's name in a checkpoint, and the template's in messages.
+const FILE: &str = "chat_template.jinja";
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+}
+
+/// What a template renders. Strings are as the client sent them.
+#[derive(Clone, Debug, Default)]
+pub struct ChatInput {
+    /// Objects with `role` and `content`; the `arguments` of tool calls are objects, not JSON text.
+    pub messages: Vec<serde_json::Value>,
+    /// Function descriptions in OpenAI's form; none where empty.
+    pub tools: Vec<serde_json::Value>,
+    /// Whether the prompt ends where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// More variables, such as `enable_thinking`.
+    pub variables: Map<String, serde_json::Value>,
+}
+
+/// Why a conversation has no prompt.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RenderError {
+    /// The template itself refuses it (`raise_exception`).
+    #[error("the chat template refuses the conversation: {0}")]
+    Refused(String),
+    /// The template does not get along with it.
+    #[error("the chat template fails on this conversation: {0}")]
+    Failed(String),
+    /// The rendered text has no token ids.
+    #[error(transparent)]
+    Encode(#[from] EncodeError),
+}
+
+impl ChatTemplate {
+    /// Compiles `dir/chat_template.jinja`; `None` where a checkpoint has none, as base models do.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no template: nothing is rendered in its place.
+    pub fn open(dir: &Path) -> Result<Option<Self>, Error> {
+        let path = dir.join(FILE);
+        let fault = |why: String| Error::File { path: path.clone(), why };
+        match std::fs::read_to_string(&path) {
+            Ok(source) => Self::parse(source).map(Some).map_err(fault),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(fault(error.to_string())),
+        }
+    }
+
+    /// Compiles a template; an error is one line.
+    fn parse(source: String) -> Result<Self, String> {
+        if source.contains(guard::MARK) {
+            return Err(format!(
+                "it has the character U+{:04X}, which stands for nothing",
+                guard::MARK as u32
+            ));
+        }
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .keep_trailing_newline(false)
+            .build()
+            .map_err(|error| python::one_line(&error))?;
+        environment.set_syntax(syntax);
+        environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+        environment.set_unknown_method_callback(python::method);
+        environment.add_filter("tojson", json::tojson);
+        environment.add_function("raise_exception", python::raise_exception);
+        environment.add_function("strftime_now", python::strftime_now);
+        environment.add_template_owned(FILE, source).map_err(|error| {
+            format!("not a chat template this program can run: {}", python::one_line(&error))
+        })?;
+        Ok(Self { environment })
+    }
+
+    /// Defines a variable for every rendering, such as `bos_token`.
+    pub fn define(&mut self, name: &'static str, value: &str) {
+        self.environment.add_global(name, value);
+    }
+
+    /// The prompt as text. Text alone cannot tell a typed control token from a real one: to run a model take
+    /// [`Self::render_tokens`].
+    ///
+    /// # Errors
+    /// The template refuses the conversation or fails on it.
+    pub fn render(&self, input: &ChatInput) -> Result<String, RenderError> {
+        self.run(input, &Guard::none())
+    }
+
+    /// The prompt as token ids. Control tokens come from the template only: those in messages, tools and variables are
+    /// text. A prompt of more than `most` tokens is given up as soon as that is sure.
+    ///
+    /// # Errors
+    /// As [`Self::render`], and [`RenderError::Encode`].
+    pub fn render_tokens(
+        &self,
+        tokenizer: &Tokenizer,
+        input: &ChatInput,
+        most: usize,
+    ) -> Result<Vec<u32>, RenderError> {
+        let added = tokenizer.added();
+        let prompt = self.run(input, &Guard::of(added))?;
+        let mut ids = Vec::new();
+        for part in added.split(&prompt) {
+            match part {
+                Part::Control(id) => ids.push(id),
+                Part::Text(text) => tokenizer.append(&guard::remove(text), most, &mut ids)?,
+            }
+        }
+        Ok(ids)
+    }
+
+    fn run(&self, input: &ChatInput, guard: &Guard<'_>) -> Result<String, RenderError> {
+        let list =
+            |items: &[serde_json::Value]| -> Value { items.iter().map(|item| guard.value(item)).collect() };
+        let tools = if input.tools.is_empty() { Value::from(()) } else { list(&input.tools) };
+        let variables = input.variables.iter().map(|(name, value)| (name.as_str(), guard.value(value)));
+        let own = [
+            ("messages", list(&input.messages)),
+            ("tools", tools),
+            ("documents", Value::from(())),
+            ("add_generation_prompt", Value::from(input.add_generation_prompt)),
+        ];
+        let context = Value::from_pairs(variables.chain(own));
+        self.environment.get_template(FILE).and_then(|template| template.render(context)).map_err(|error| {
+            match python::raised(&error) {
+                Some(message) => RenderError::Refused(message),
+                None => RenderError::Failed(python::one_line(&error)),
+            }
+        })
+    }
+}
+
+/// A template's own errors carry no source line beyond this kind.
+fn unsupported(message: impl Into<std::borrow::Cow<'static, str>>) -> minijinja::Error {
+    minijinja::Error::new(ErrorKind::InvalidOperation, message)
+}

@@ -1,0 +1,176 @@
+//! The program as a shell sees it, where no model is needed: usage, files that are not there, exit codes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+
+fn shardrun(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardrun"));
+    command.args(arguments).stdin(Stdio::null());
+    command
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// Runs a command that must fail with code 2, nothing on stdout and one line on stderr.
+fn refused(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let line = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{command:?}: {line}");
+    assert!(output.stdout.is_empty(), "{command:?}");
+    assert_eq!(line.lines().count(), 1, "{line}");
+    line.strip_prefix("shardrun: error: ").unwrap_or_else(|| panic!("{line}")).trim_end().to_owned()
+}
+
+#[test]
+fn wrong_command_lines_are_refused_in_one_line() {
+    for (arguments, expected) in [
+        (&[][..], "a command is missing"),
+        (&["frobnicate"], "'frobnicate'"),
+        (&["serve"], "<DIR>"),
+        (&["serve", "dir", "--port", "99999"], "--port"),
+        (&["serve", "dir", "--port", "x"], "--port"),
+        (&["serve", "dir", "--max-num-seqs", "0"], "at least 1"),
+        (&["serve", "dir", "--frobnicate"], "--frobnicate"),
+        (&["generate", "dir"], "--prompt"),
+        (&["generate", "dir", "--prompt", "x", "--temperature", "3"], "from 0 to 2"),
+        (&["generate", "dir", "--prompt", "x", "--temperature", "nan"], "from 0 to 2"),
+        (&["generate", "dir", "--prompt", "x", "--top-p", "0"], "above 0"),
+        (&["generate", "dir", "--prompt", "x", "--stop", ""], "empty text"),
+        (&["generate", "dir", "--prompt", "x", "--raw", "--thinking"], "--raw"),
+        (&["logits", "dir", "--tokens", "x"], "--out"),
+    ] {
+        let line = refused(&mut shardrun(arguments));
+        assert!(line.contains(expected) && line.contains("shardrun --help"), "{line}");
+    }
+}
+
+#[test]
+fn options_come_from_the_environment_too() {
+    let line = refused(shardrun(&["serve", "dir"]).env("SHARDRUN_PORT", "x"));
+    assert!(line.contains("--port"), "{line}");
+    let line = refused(shardrun(&["generate", "dir", "--prompt", "x"]).env("SHARDRUN_THREADS", "0"));
+    assert!(line.contains("--threads"), "{line}");
+    // Anything that does not say no is a yes; either way the folder is what is missing.
+    for value in ["1", "0", "false", "yes"] {
+        let line = refused(shardrun(&["generate", "nowhere", "--prompt", "x"]).env("SHARDRUN_VERIFY", value));
+        assert!(line.starts_with("nowhere: not a folder"), "{line}");
+    }
+}
+
+#[test]
+fn help_has_examples_and_goes_to_stdout() {
+    for command in [&["--help"][..], &["serve", "--help"], &["generate", "--help"], &["logits", "--help"]] {
+        let output = shardrun(command).output().unwrap();
+        let text = String::from_utf8(output.stdout.clone()).unwrap();
+        assert!(output.status.success() && text.contains("Examples:\n  shardrun "), "{text}");
+        assert_eq!(stderr(&output), "");
+    }
+    let version = shardrun(&["--version"]).output().unwrap();
+    assert_eq!(
+        String::from_utf8(version.stdout).unwrap(),
+        format!("shardrun {}\n", env!("CARGO_PKG_VERSION"))
+    );
+}
+
+#[test]
+fn a_checkpoint_that_does_not_load_serves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let line = refused(&mut shardrun(&["serve", path, "--port", "0"]));
+    assert!(line.starts_with(&format!("{path}/tokenizer.json: ")), "{line}");
+    let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf");
+    for file in ["tokenizer.json", "generation_config.json"] {
+        std::fs::copy(data.join(file), dir.path().join(file)).unwrap();
+    }
+    std::fs::write(dir.path().join("chat_template.jinja"), "{% for %}").unwrap();
+    let line = refused(&mut shardrun(&["serve", path, "--port", "0"]));
+    assert!(line.starts_with(&format!("{path}/chat_template.jinja: ")), "{line}");
+    std::fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
+    let line = refused(&mut shardrun(&["generate", path, "--prompt", "x"]));
+    assert!(line.contains("no chat template: use --raw"), "{line}");
+    for command in ["serve", "generate"] {
+        let mut arguments = vec![command, path];
+        arguments.extend(if command == "serve" { ["--port", "0"] } else { ["--raw", "--prompt=x"] });
+        let line = refused(&mut shardrun(&arguments));
+        assert!(line.contains(path) && line.contains("checkpoint.json"), "{line}");
+    }
+}
+
+#[test]
+fn generation_configs_that_cannot_be_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf");
+    std::fs::copy(data.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    for (config, expected) in [
+        (None, "No such file"),
+        (Some("{"), "EOF"),
+        (Some("{}"), "eos_token_id"),
+        (Some(r#"{"eos_token_id": []}"#), "eos_token_id is empty"),
+        (Some(r#"{"eos_token_id": "x"}"#), "expected a token id or a list of them"),
+        (Some(r#"{"eos_token_id": 1, "temperature": -1}"#), "temperature"),
+        (Some(r#"{"eos_token_id": 1, "top_p": 0}"#), "top_p"),
+        (Some(r#"{"eos_token_id": 1, "min_p": 2}"#), "min_p"),
+    ] {
+        if let Some(config) = config {
+            std::fs::write(dir.path().join("generation_config.json"), config).unwrap();
+        }
+        let line = refused(&mut shardrun(&["generate", path, "--raw", "--prompt", "x"]));
+        assert!(line.starts_with(&format!("{path}/generation_config.json: ")), "{line}");
+        assert!(line.contains(expected), "{line}");
+    }
+}
+
+#[test]
+fn a_port_in_use_is_said_at_once() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let line = refused(&mut shardrun(&["serve", "nowhere", "--port", &port]));
+    assert!(line.starts_with(&format!("cannot listen on 127.0.0.1:{port}: ")), "{line}");
+    let line = refused(&mut shardrun(&["serve", "nowhere", "--host", "192.0.2.1", "--port", "0"]));
+    assert!(line.starts_with("cannot listen on 192.0.2.1:0: "), "{line}");
+}
+
+#[test]
+fn token_files_that_are_no_lists_of_ids_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("ids.json");
+    let arguments = ["logits", "nowhere", "--tokens", file.to_str().unwrap(), "--out", "x.safetensors"];
+    let line = refused(&mut shardrun(&arguments));
+    assert!(line.contains("ids.json: No such file"), "{line}");
+    for (json, expected) in [
+        ("[1, -2]", "entry 1 is -2"),
+        ("[1.5]", "entry 0 is 1.5"),
+        ("[\"a\"]", "entry 0 is \"a\""),
+        ("[4294967296]", "entry 0 is 4294967296"),
+        ("{}", "found"),
+        ("[1,", "found"),
+        ("", "found"),
+    ] {
+        std::fs::write(&file, json).unwrap();
+        let line = refused(&mut shardrun(&arguments));
+        assert!(
+            line.contains("ids.json: expected a JSON list of token ids") && line.contains(expected),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn closed_streams_are_no_panic() {
+    let shell = |redirection: &str| {
+        let script = format!("{} --help {redirection}", env!("CARGO_BIN_EXE_shardrun"));
+        Command::new("sh").args(["-c", &script]).output().unwrap()
+    };
+    let output = shell("| head -c 0; exit 0");
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
+    let output = Command::new("sh")
+        .args(["-c", &format!("{} frobnicate 2>&-", env!("CARGO_BIN_EXE_shardrun"))])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+}
