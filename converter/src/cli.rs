@@ -179,24 +179,24 @@ impl Cli {
         match self.command {
             Command::Plan { input, json } => {
                 let (_, plan) = input.plan()?;
-                print(if json { to_json(&plan.report()) } else { plan.text() })?;
+                print(&if json { to_json(&plan.report()) } else { plan.text() })?;
             }
             Command::Convert { input, out, threads, quiet, json } => {
                 let (set, plan) = input.plan()?;
                 let files = side_files(&set)?;
                 let summary = execute::convert(&set, &plan, &files, &out, &control(threads, quiet))?;
                 if json {
-                    print(to_json(&summary))?;
+                    print(&to_json(&summary))?;
                 } else if !quiet {
-                    print(summary_text(&summary))?;
+                    print(&summary_text(&summary))?;
                 }
             }
             Command::Verify { dir, source, threads, quiet, json } => {
                 let report = verify(&dir, source.as_deref(), &control(threads, quiet || json))?;
                 match (json, quiet && report.ok) {
-                    (true, _) => print(to_json(&report))?,
+                    (true, _) => print(&to_json(&report))?,
                     (false, true) => {}
-                    (false, false) => print(report_text(&report))?,
+                    (false, false) => print(&report_text(&report))?,
                 }
                 if !report.ok {
                     return Ok(Outcome::CheckFailed);
@@ -204,12 +204,12 @@ impl Cli {
             }
             Command::Inspect { path, tensor, json } => {
                 let found = inspect(&path, tensor.as_deref())?;
-                print(if json { to_json(&found.json) } else { found.text })?;
+                print(&if json { to_json(&found.json) } else { found.text })?;
             }
             Command::Extract { input, tensor, out, force, json } => {
                 let existing = if force { Existing::Replace } else { Existing::Refuse };
                 let written = extract(&input, &tensor, &out, existing)?;
-                print(if json {
+                print(&if json {
                     to_json(&written)
                 } else {
                     format!(
@@ -298,7 +298,7 @@ fn to_json(value: &impl Serialize) -> String {
 }
 
 /// Prints to stdout; a reader that has seen enough is no error.
-fn print(text: String) -> Result<(), Error> {
+fn print(text: &str) -> Result<(), Error> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {

@@ -1,16 +1,17 @@
-//! Carries a plan out: every 16 MiB chunk of every rank file is a job of its own, made from the mapped source, hashed while
-//! it is in cache and written at its place.
+//! Carries a plan out: every 16 MiB chunk of every rank file is a job of its own, made from the mapped source in pieces that
+//! are hashed and written while they are in cache.
 //!
-//! Memory: one chunk's buffer and at most one head of kv_b_proj for each worker, below 1 GiB in all, whatever the model's
-//! size; mapped pages belong to the page cache.
+//! Memory: one piece and at most one head of kv_b_proj for each worker, below 1 GiB in all, whatever the model's size; mapped
+//! pages belong to the page cache.
 
 use crate::Error;
+use crate::chunks;
 use crate::plan::{Placed, Plan, Planned};
 use crate::side_files::{SideFileBytes, json};
 use crate::transform::{Scratch, fill};
-use crate::work::Control;
+use crate::work::{Control, Stage};
 use crate::writer::{PartialDir, sync};
-use formats::digest::{CHUNK_BYTES, chunk_digest, root_digest};
+use formats::digest::{CHUNK_BYTES, ChunkHasher, root_digest};
 use formats::gguf::GgufSet;
 use formats::manifest::{
     B3SUMS_FILE, FORMAT, FORMAT_VERSION, Layout, MANIFEST_FILE, Manifest, RankFile, RankManifest, SideFile,
@@ -95,7 +96,7 @@ struct Digests {
 /// A worker's memory.
 #[derive(Default)]
 struct Memory {
-    buffer: Vec<u8>,
+    piece: Vec<u8>,
     scratch: Scratch,
 }
 
@@ -107,19 +108,22 @@ fn run(set: &GgufSet, plan: &Plan, dir: &PartialDir, control: &Control) -> Resul
         plan.layouts.iter().map(|layout| AtomicU64::new(layout.bytes.div_ceil(CHUNK_BYTES))).collect();
     let rank_bytes: u64 = plan.layouts.iter().map(|layout| layout.bytes).sum();
     let stage = control.stage("converting", plan.source_bytes + rank_bytes);
+    let maker = Maker { set, plan, views };
     let results = control.run(&jobs, |memory: &mut Memory, job| {
         let digest = match *job {
-            Job::Source { part, chunk } => hash_source(set, part, chunk, &mut memory.buffer)?,
+            Job::Source { part, chunk } => {
+                let part = &set.parts()[part];
+                chunks::hash(&part.path, chunk, part.file.len(), &stage, &mut memory.piece)?
+            }
             Job::Rank { rank, chunk } => {
                 let path = dir.path(&rank_file_name(rank, plan.options.ranks));
-                let digest = write_chunk(set, plan, &views, rank, chunk, &path, memory)?;
+                let digest = write_chunk(&maker, rank, chunk, &path, &stage, memory)?;
                 if chunks_left[rank].fetch_sub(1, Ordering::AcqRel) == 1 {
                     sync(&open_for_writing(&path)?, &path)?;
                 }
                 digest
             }
         };
-        stage.advance(memory.buffer.len() as u64);
         Ok(digest)
     })?;
     let mut digests =
@@ -196,55 +200,63 @@ fn scale(at: u64, from: &Range<u64>, to: &Range<u64>) -> u64 {
     to.start + (within * u128::from(to.end - to.start) / length) as u64
 }
 
-fn hash_source(set: &GgufSet, part: usize, chunk: u64, buffer: &mut Vec<u8>) -> Result<Digest, Error> {
-    let part = &set.parts()[part];
-    let start = chunk * CHUNK_BYTES;
-    let len = part.file.len();
-    buffer.resize(CHUNK_BYTES.min(len - start) as usize, 0);
-    // Reading is several times faster than faulting cold pages in one by one, and leaves them where the mapping finds them.
-    let file = File::open(&part.path).map_err(|e| Error::io(&part.path, "cannot open", e))?;
-    file.read_exact_at(buffer, start)
-        .map_err(|e| Error::io(&part.path, format!("cannot read at byte {start}"), e))?;
-    Ok(chunk_digest(buffer, start, len))
-}
-
 fn write_chunk(
-    set: &GgufSet,
-    plan: &Plan,
-    views: &[Vec<TensorView>],
+    maker: &Maker<'_>,
     rank: usize,
     chunk: u64,
     path: &Path,
+    stage: &Stage,
     memory: &mut Memory,
 ) -> Result<Digest, Error> {
-    let layout = &plan.layouts[rank];
-    let start = chunk * CHUNK_BYTES;
-    let range = start..(start + CHUNK_BYTES).min(layout.bytes);
-    let Memory { buffer, scratch } = memory;
-    buffer.resize((range.end - range.start) as usize, 0);
-    let overlap = |bytes: &Range<u64>| bytes.start.max(range.start)..bytes.end.min(range.end);
-    let within =
-        |bytes: &Range<u64>| (bytes.start - range.start) as usize..(bytes.end - range.start) as usize;
-    let header = overlap(&(0..layout.data_start));
-    if !header.is_empty() {
-        let bytes = &plan.header(rank)[header.start as usize..header.end as usize];
-        buffer[within(&header)].copy_from_slice(bytes);
+    let len = maker.plan.layouts[rank].bytes;
+    let file = open_for_writing(path)?;
+    let mut hasher = ChunkHasher::new(chunk * CHUNK_BYTES, len);
+    for range in chunks::pieces(chunk, len) {
+        maker.fill(rank, &range, memory)?;
+        hasher.update(&memory.piece);
+        let action = || format!("cannot write {} bytes at byte {}", memory.piece.len(), range.start);
+        file.write_all_at(&memory.piece, range.start).map_err(|e| Error::io(path, action(), e))?;
+        stage.advance(memory.piece.len() as u64);
     }
-    let first = layout.placed.partition_point(|placed| placed.bytes.end <= range.start);
-    for placed in layout.placed[first..].iter().take_while(|placed| placed.bytes.start < range.end) {
-        let bytes = overlap(&placed.bytes);
-        if bytes.is_empty() {
-            continue;
+    Ok(hasher.finish())
+}
+
+/// Makes any stretch of any rank's file.
+struct Maker<'a> {
+    set: &'a GgufSet,
+    plan: &'a Plan,
+    /// Sources of each tensor.
+    views: Vec<Vec<TensorView>>,
+}
+
+impl Maker<'_> {
+    /// Leaves bytes `range` of a rank's file in `memory.piece`.
+    fn fill(&self, rank: usize, range: &Range<u64>, memory: &mut Memory) -> Result<(), Error> {
+        let layout = &self.plan.layouts[rank];
+        let Memory { piece, scratch } = memory;
+        piece.resize((range.end - range.start) as usize, 0);
+        let overlap = |bytes: &Range<u64>| bytes.start.max(range.start)..bytes.end.min(range.end);
+        let within =
+            |bytes: &Range<u64>| (bytes.start - range.start) as usize..(bytes.end - range.start) as usize;
+        let header = overlap(&(0..layout.data_start));
+        if !header.is_empty() {
+            let bytes = &self.plan.header(rank)[header.start as usize..header.end as usize];
+            piece[within(&header)].copy_from_slice(bytes);
         }
-        let tensor = &plan.tensors[placed.tensor];
-        let from = bytes.start - placed.bytes.start;
-        let out = &mut buffer[within(&bytes)];
-        fill(&tensor.transform, &views[placed.tensor], &tensor.region(rank), from, out, scratch)
-            .map_err(|e| e.in_file(source_path(set, tensor)))?;
+        let first = layout.placed.partition_point(|placed| placed.bytes.end <= range.start);
+        for placed in layout.placed[first..].iter().take_while(|placed| placed.bytes.start < range.end) {
+            let bytes = overlap(&placed.bytes);
+            if bytes.is_empty() {
+                continue;
+            }
+            let tensor = &self.plan.tensors[placed.tensor];
+            let from = bytes.start - placed.bytes.start;
+            let out = &mut piece[within(&bytes)];
+            fill(&tensor.transform, &self.views[placed.tensor], &tensor.region(rank), from, out, scratch)
+                .map_err(|e| e.in_file(source_path(self.set, tensor)))?;
+        }
+        Ok(())
     }
-    let action = || format!("cannot write {} bytes at byte {start}", range.end - range.start);
-    open_for_writing(path)?.write_all_at(buffer, start).map_err(|e| Error::io(path, action(), e))?;
-    Ok(chunk_digest(buffer, start, layout.bytes))
 }
 
 /// The file of a tensor's first source.

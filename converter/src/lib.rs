@@ -3,6 +3,7 @@
 //! `GgufSet` -> [`arch::describe`] -> [`plan::Plan`] -> [`execute::convert`]; what was written is checked by [`verify`].
 
 pub mod arch;
+mod chunks;
 pub mod cli;
 mod error;
 pub mod execute;

@@ -134,6 +134,8 @@ pub(crate) struct Scratch {
     values: Vec<f32>,
     joined: Vec<f32>,
     head: Vec<u8>,
+    /// Which head that is: its source and index.
+    head_at_hand: Option<(String, u64)>,
 }
 
 /// Elements that are dequantised at a time; a multiple of every block length.
@@ -282,8 +284,28 @@ fn join(
     Ok(())
 }
 
-/// Leaves the BF16 rows of one head in `scratch.head`.
+/// Leaves the BF16 rows of one head in `scratch.head`, unless they are there from the stretch before.
 fn join_head(
+    parts: &KvB,
+    heads: HeadDims,
+    views: &[TensorView],
+    head: u64,
+    scratch: &mut Scratch,
+) -> Result<(), Error> {
+    let source = match parts {
+        KvB::Joined(joined) => joined,
+        KvB::Halves { k_b, .. } => k_b,
+    };
+    if scratch.head_at_hand.as_ref().is_some_and(|(name, index)| *name == source.name && *index == head) {
+        return Ok(());
+    }
+    scratch.head_at_hand = None;
+    make_head(parts, heads, views, head, scratch)?;
+    scratch.head_at_hand = Some((source.name.clone(), head));
+    Ok(())
+}
+
+fn make_head(
     parts: &KvB,
     heads: HeadDims,
     views: &[TensorView],
@@ -292,34 +314,32 @@ fn join_head(
 ) -> Result<(), Error> {
     let HeadDims { nope, v, r } = heads;
     let elements = |rows: usize| head * (rows * r) as u64..(head + 1) * (rows * r) as u64;
-    let Scratch { values, joined, head: out } = scratch;
+    let Scratch { values, joined, head: out, .. } = scratch;
     out.resize(heads.bytes() as usize, 0);
-    match parts {
+    let (k_b, v_b, also) = match parts {
         KvB::Joined(source) => {
             round(decode(source, &views[0], elements(nope + v), BF16_LIMIT, values)?, out);
-            Ok(())
+            return Ok(());
         }
-        KvB::Halves { k_b, v_b, joined: also } => {
-            let (keys, rest) = out.split_at_mut(nope * r * 2);
-            let k = decode(k_b, &views[0], elements(nope), BF16_LIMIT, values)?;
-            joined.clear();
-            joined.extend((0..nope * r).map(|i| k[i % r * nope + i / r]));
-            round(joined, keys);
-            round(decode(v_b, &views[1], elements(v), BF16_LIMIT, values)?, rest);
-            let Some(source) = also else { return Ok(()) };
-            let mut other = vec![0; out.len()];
-            round(decode(source, &views[2], elements(nope + v), BF16_LIMIT, values)?, &mut other);
-            let differs = other.chunks_exact(r * 2).zip(out.chunks_exact(r * 2)).position(|(a, b)| a != b);
-            match differs {
-                None => Ok(()),
-                Some(row) => Err(Error::JoinedDiffers {
-                    joined: source.name.clone(),
-                    parts: format!("{} and {}", k_b.name, v_b.name),
-                    row: head * (nope + v) as u64 + row as u64,
-                }),
-            }
-        }
-    }
+        KvB::Halves { k_b, v_b, joined } => (k_b, v_b, joined),
+    };
+    let (keys, rest) = out.split_at_mut(nope * r * 2);
+    let k = decode(k_b, &views[0], elements(nope), BF16_LIMIT, values)?;
+    joined.clear();
+    joined.extend((0..nope * r).map(|i| k[i % r * nope + i / r]));
+    round(joined, keys);
+    round(decode(v_b, &views[1], elements(v), BF16_LIMIT, values)?, rest);
+    let Some(source) = also else { return Ok(()) };
+    let mut other = vec![0; out.len()];
+    round(decode(source, &views[2], elements(nope + v), BF16_LIMIT, values)?, &mut other);
+    let differs = other.chunks_exact(r * 2).zip(out.chunks_exact(r * 2)).position(|(a, b)| a != b);
+    differs.map_or(Ok(()), |row| {
+        Err(Error::JoinedDiffers {
+            joined: source.name.clone(),
+            parts: format!("{} and {}", k_b.name, v_b.name),
+            row: head * (nope + v) as u64 + row as u64,
+        })
+    })
 }
 
 /// Rounds to BF16, to nearest even, little-endian.

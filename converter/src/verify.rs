@@ -8,16 +8,16 @@ mod source;
 mod structure;
 
 use crate::Error;
-use crate::work::Control;
+use crate::chunks;
+use crate::work::{Control, Stage};
 use formats::checkpoint::{Checkpoint, RankShard};
-use formats::digest::{CHUNK_BYTES, chunk_digest, root_digest};
+use formats::digest::{CHUNK_BYTES, root_digest};
 use formats::gguf::GgufSet;
 use formats::manifest::{B3SUMS_FILE, MANIFEST_FILE, Manifest, RankManifest, TransformKind};
 use formats::{Digest, Error as FormatsError};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -210,7 +210,7 @@ enum Outcome {
 
 #[derive(Default)]
 struct Memory {
-    buffer: Vec<u8>,
+    piece: Vec<u8>,
     rows: source::Rows,
 }
 
@@ -250,18 +250,14 @@ fn run(
     let stage = control.stage("verifying", total);
     let outcomes = control.run(&jobs, |memory: &mut Memory, (_, job)| {
         let outcome = match job {
-            Job::Chunk { shard, chunk } => check_chunk(shard, *chunk, &mut memory.buffer),
+            Job::Chunk { shard, chunk } => check_chunk(shard, *chunk, &stage, &mut memory.piece),
             Job::Source { part, chunk } => {
                 let file = &comparison.expect("source chunks belong to a comparison").set().parts()[*part];
-                read_at(&file.path, *chunk, file.file.len(), &mut memory.buffer)?;
-                Outcome::Digest(chunk_digest(&memory.buffer, chunk * CHUNK_BYTES, file.file.len()))
+                Outcome::Digest(chunks::hash(&file.path, *chunk, file.file.len(), &stage, &mut memory.piece)?)
             }
             Job::Compare(piece) => piece.compare(&mut memory.rows)?.map_or(Outcome::Fine, Outcome::Failure),
             Job::Replica { first, shard, tensor } => compare_replica(first, shard, tensor),
         };
-        if matches!(job, Job::Chunk { .. } | Job::Source { .. }) {
-            stage.advance(memory.buffer.len() as u64);
-        }
         Ok(outcome)
     })?;
     let mut failures = Vec::new();
@@ -287,14 +283,13 @@ fn run(
 }
 
 /// As [`RankShard::check_chunk`], but with the chunk read instead of faulted in page by page.
-fn check_chunk(shard: &RankShard, chunk: usize, buffer: &mut Vec<u8>) -> Outcome {
+fn check_chunk(shard: &RankShard, chunk: usize, stage: &Stage, piece: &mut Vec<u8>) -> Outcome {
     let manifest = shard.manifest();
     let range = manifest.chunk(chunk);
-    if let Err(e) = read_at(shard.path(), chunk as u64, manifest.bytes, buffer) {
-        return Outcome::Failure(format!("rank {}: {e}", manifest.rank));
-    }
-    if chunk_digest(buffer, range.start, manifest.bytes) == manifest.chunks[chunk] {
-        return Outcome::Fine;
+    match chunks::hash(shard.path(), chunk as u64, manifest.bytes, stage, piece) {
+        Ok(digest) if digest == manifest.chunks[chunk] => return Outcome::Fine,
+        Ok(_) => {}
+        Err(e) => return Outcome::Failure(format!("rank {}: {e}", manifest.rank)),
     }
     let damaged = FormatsError::Chunk {
         file: shard.path().display().to_string(),
@@ -305,13 +300,6 @@ fn check_chunk(shard: &RankShard, chunk: usize, buffer: &mut Vec<u8>) -> Outcome
         tensors: manifest.describe(&range),
     };
     Outcome::Failure(damaged.to_string())
-}
-
-fn read_at(path: &Path, chunk: u64, len: u64, buffer: &mut Vec<u8>) -> Result<(), Error> {
-    let start = chunk * CHUNK_BYTES;
-    buffer.resize(CHUNK_BYTES.min(len - start) as usize, 0);
-    let file = File::open(path).map_err(|e| Error::io(path, "cannot open", e))?;
-    file.read_exact_at(buffer, start).map_err(|e| Error::io(path, format!("cannot read at byte {start}"), e))
 }
 
 /// Jobs that hold every replicated tensor of ranks 1, 2, ... against rank 0's.

@@ -73,15 +73,59 @@ impl std::fmt::Debug for Digest {
 /// # Panics
 /// When `bytes` is not exactly the chunk at `offset`: callers cut files by [`CHUNK_BYTES`].
 pub fn chunk_digest(bytes: &[u8], offset: u64, file_len: u64) -> Digest {
-    assert!(offset.is_multiple_of(CHUNK_BYTES), "chunks start at multiples of {CHUNK_BYTES}");
-    assert_eq!(bytes.len() as u64, CHUNK_BYTES.min(file_len - offset), "a whole chunk");
-    if file_len <= CHUNK_BYTES {
-        return Digest::of(bytes);
-    }
-    let mut hasher = Hasher::new();
-    hasher.set_input_offset(offset);
+    let mut hasher = ChunkHasher::new(offset, file_len);
     hasher.update(bytes);
-    Digest(hasher.finalize_non_root())
+    hasher.finish()
+}
+
+/// [`chunk_digest`] of a chunk that comes in pieces, each hashed while it is in cache.
+#[derive(Clone, Debug)]
+pub struct ChunkHasher {
+    hasher: Hasher,
+    /// The chunk is the whole file.
+    is_root: bool,
+    left: u64,
+}
+
+impl ChunkHasher {
+    /// For the chunk that starts at `offset` of a file of `file_len` bytes.
+    ///
+    /// # Panics
+    /// When no chunk starts there.
+    pub fn new(offset: u64, file_len: u64) -> Self {
+        assert!(
+            offset.is_multiple_of(CHUNK_BYTES) && offset <= file_len,
+            "chunks start at multiples of {CHUNK_BYTES}"
+        );
+        let is_root = file_len <= CHUNK_BYTES;
+        let mut hasher = Hasher::new();
+        if !is_root {
+            hasher.set_input_offset(offset);
+        }
+        Self { hasher, is_root, left: CHUNK_BYTES.min(file_len - offset) }
+    }
+
+    /// The chunk's next bytes.
+    ///
+    /// # Panics
+    /// When they are more than are left of the chunk.
+    pub fn update(&mut self, bytes: &[u8]) {
+        assert!(bytes.len() as u64 <= self.left, "no more than a chunk");
+        self.left -= bytes.len() as u64;
+        self.hasher.update(bytes);
+    }
+
+    /// The chunk's value.
+    ///
+    /// # Panics
+    /// Before the whole chunk was hashed.
+    pub fn finish(self) -> Digest {
+        assert_eq!(self.left, 0, "a whole chunk");
+        if self.is_root {
+            return Digest::from(self.hasher.finalize());
+        }
+        Digest(self.hasher.finalize_non_root())
+    }
 }
 
 /// The digest of a file from the values of all its chunks, in order.
@@ -127,6 +171,9 @@ mod tests {
                 .map(|(i, part)| chunk_digest(part, (i * chunk) as u64, len as u64))
                 .collect();
             assert_eq!(root_digest(&chunks), Digest::of(&bytes), "{len} bytes");
+            let mut in_pieces = ChunkHasher::new(0, len as u64);
+            bytes[..len.min(chunk)].chunks(300_000).for_each(|piece| in_pieces.update(piece));
+            assert_eq!(in_pieces.finish(), chunks[0], "{len} bytes");
         }
     }
 }

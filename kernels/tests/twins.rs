@@ -220,11 +220,10 @@ impl MlaCase {
             cases.push(Sequence { rows: start..start + new, cached, blocks: Vec::new() });
         }
         for round in 0..total {
-            for (sequence, sizes) in
-                cases.iter_mut().zip(sequences).filter(|(_, sizes)| round < needed(sizes))
-            {
-                debug_assert!(sequence.blocks.len() < needed(sizes));
-                sequence.blocks.extend(free.next_back());
+            for (sequence, sizes) in cases.iter_mut().zip(sequences) {
+                if round < needed(sizes) {
+                    sequence.blocks.extend(free.next_back());
+                }
             }
         }
         let rows = cases.last().map_or(0, |s| s.rows.end);
@@ -418,42 +417,55 @@ fn random_choice(random: &mut Random, shape: &MoeShape, rows: usize) -> Vec<f32>
     choice
 }
 
+fn check_experts(
+    random: &mut Random,
+    types: [Dtype; 2],
+    [hidden, intermediate]: [usize; 2],
+    local: Range<usize>,
+    rows: usize,
+) {
+    let shape = MoeShape { local_experts: local, ..moe_shape(hidden, intermediate, [7, 3]) };
+    let views = expert_weights(random, &shape, types);
+    let x = random.values(rows * hidden);
+    let choice = random_choice(random, &shape, rows);
+    let expected = run_experts(&mut Reference::new(), &shape, &views, &x, &choice, rows);
+    let largest = largest(&expected);
+    if intermediate == 0 || shape.local_experts.is_empty() {
+        assert_eq!(largest, 0.0);
+    }
+    for (isa, mut cpu) in cpus(1) {
+        let what = format!("{types:?} {shape:?}, {rows} rows, {isa}");
+        let found = run_experts(&mut cpu, &shape, &views, &x, &choice, rows);
+        close(&what, &found, &expected, hidden + intermediate, |_| largest);
+        for t in 0..rows {
+            let (x, choice) = (&x[t * hidden..][..hidden], &choice[t * 6..][..6]);
+            let alone = run_experts(&mut cpu, &shape, &views, x, choice, 1);
+            same_bits(&format!("{what}, row {t}"), &alone, &found[t * hidden..][..hidden]);
+        }
+    }
+}
+
 #[test]
 fn experts_by_width_and_by_id() {
     let mut random = Random(11);
-    for (types, hidden, intermediate) in [
-        ([Dtype::Q4_K, Dtype::Q6_K], 256, 256),
-        ([Dtype::Q4_K, Dtype::Q5_0], 768, 96),
-        ([Dtype::Q2_K, Dtype::F16], 256, 22),
-        ([Dtype::F32, Dtype::BF16], 40, 17),
-        ([Dtype::Q8_0, Dtype::Q8_0], 64, 0),
+    for (types, sizes) in [
+        ([Dtype::Q4_K, Dtype::Q6_K], [256, 256]),
+        ([Dtype::Q4_K, Dtype::Q5_0], [768, 96]),
+        ([Dtype::Q2_K, Dtype::F16], [256, 22]),
+        ([Dtype::F32, Dtype::BF16], [40, 17]),
+        ([Dtype::Q8_0, Dtype::Q8_0], [64, 0]),
     ] {
         for local in [0..7, 2..5, 7..7] {
             for rows in [0, 1, 3, 40] {
-                let shape =
-                    MoeShape { local_experts: local.clone(), ..moe_shape(hidden, intermediate, [7, 3]) };
-                let views = expert_weights(&mut random, &shape, types);
-                let x = random.values(rows * hidden);
-                let choice = random_choice(&mut random, &shape, rows);
-                let expected = run_experts(&mut Reference::new(), &shape, &views, &x, &choice, rows);
-                let largest = largest(&expected);
-                if intermediate == 0 || local.is_empty() {
-                    assert_eq!(largest, 0.0);
-                }
-                for (isa, mut cpu) in cpus(1) {
-                    let what =
-                        format!("{types:?} {local:?} of {hidden} x {intermediate}, {rows} rows, {isa}");
-                    let found = run_experts(&mut cpu, &shape, &views, &x, &choice, rows);
-                    close(&what, &found, &expected, hidden + intermediate, |_| largest);
-                    for t in 0..rows {
-                        let (x, choice) = (&x[t * hidden..][..hidden], &choice[t * 6..][..6]);
-                        let alone = run_experts(&mut cpu, &shape, &views, x, choice, 1);
-                        same_bits(&format!("{what}, row {t}"), &alone, &found[t * hidden..][..hidden]);
-                    }
-                }
+                check_experts(&mut random, types, sizes, local.clone(), rows);
             }
         }
     }
+}
+
+#[test]
+fn experts_with_more_tokens_than_one_pass_takes() {
+    check_experts(&mut Random(13), [Dtype::F32, Dtype::F32], [9, 5], 0..7, 700);
 }
 
 #[test]

@@ -37,10 +37,6 @@ impl Dialect {
     /// # Errors
     /// One of them is missing or wrong.
     pub fn open(dir: &Path) -> Result<Self, Error> {
-        if !dir.is_dir() {
-            let why = "not a folder; a checkpoint is one that `shardmill convert` writes".into();
-            return Err(Error::File { path: dir.to_owned(), why });
-        }
         let tokenizer = Tokenizer::open(dir)?;
         let path = dir.join(FILE);
         let config = GenerationConfig::open(&path)?;

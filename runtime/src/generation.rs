@@ -56,46 +56,43 @@ impl Generation {
         self.completion_tokens
     }
 
-    /// What happens next; `None` after the end.
+    /// What happens next.
     ///
     /// # Errors
-    /// The engine gives the answer up, which is its end.
-    pub async fn next(&mut self) -> Result<Option<Step>, Interrupted> {
+    /// The engine gives the answer up, or it has ended already.
+    pub async fn next(&mut self) -> Result<Step, Interrupted> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
     /// [`Self::next`] for who polls.
-    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Step>, Interrupted>> {
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Step, Interrupted>> {
         loop {
             let Some(events) = &mut self.events else {
-                return Poll::Ready(Ok(None));
+                return Poll::Ready(Err(Interrupted("the answer has ended".into())));
             };
             let event = ready!(events.poll_recv(context));
             let step = self.take(event);
-            if !matches!(step, Ok(Some(Step::Piece(_)))) {
-                self.events = None;
-            }
             match step {
-                Ok(Some(Step::Piece(piece))) if piece.is_empty() => (),
-                step => return Poll::Ready(step),
+                Ok(Step::Piece(piece)) if piece.is_empty() => continue,
+                Ok(Step::Piece(_)) => (),
+                Ok(Step::End(..)) | Err(_) => self.events = None,
             }
+            return Poll::Ready(step);
         }
     }
 
-    fn take(&mut self, event: Option<Event>) -> Result<Option<Step>, Interrupted> {
+    fn take(&mut self, event: Option<Event>) -> Result<Step, Interrupted> {
         match event {
             Some(Event::Token(token)) => {
                 self.completion_tokens += 1;
                 let piece = self.text.push(token);
-                Ok(Some(if self.text.stopped() { self.end(piece, Ending::Stop) } else { Step::Piece(piece) }))
+                Ok(if self.text.stopped() { self.end(piece, Ending::Stop) } else { Step::Piece(piece) })
             }
             Some(Event::Finished(FinishReason::Stop(_))) => {
                 self.completion_tokens += 1;
-                Ok(Some(self.end(Piece::default(), Ending::Stop)))
+                Ok(self.end(Piece::default(), Ending::Stop))
             }
-            Some(Event::Finished(FinishReason::Length)) => {
-                Ok(Some(self.end(Piece::default(), Ending::Length)))
-            }
+            Some(Event::Finished(FinishReason::Length)) => Ok(self.end(Piece::default(), Ending::Length)),
             Some(Event::Failed(why)) => Err(Interrupted(why)),
             None => Err(Interrupted("the engine has stopped".into())),
         }

@@ -12,7 +12,7 @@ use crate::tokenizer::{EncodeError, Part, Tokenizer};
 use guard::Guard;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
-use serde_json::Map;
+use serde_json::{Map, json};
 use std::path::Path;
 
 /// The file's name in a checkpoint, and the template's in messages.
@@ -22,6 +22,16 @@ const FILE: &str = "chat_template.jinja";
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    arguments: Arguments,
+}
+
+/// How a template takes the arguments of tool calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arguments {
+    /// As objects, which is what most go through key by key.
+    Objects,
+    /// As JSON text that it puts between its own strings, as DeepSeek's do.
+    Text,
 }
 
 /// What a template renders. Strings are as the client sent them.
@@ -92,7 +102,29 @@ impl ChatTemplate {
         environment.add_template_owned(FILE, source).map_err(|error| {
             format!("not a chat template this program can run: {}", python::one_line(&error))
         })?;
-        Ok(Self { environment })
+        let mut template = Self { environment, arguments: Arguments::Objects };
+        template.arguments = template.probe_arguments();
+        Ok(template)
+    }
+
+    /// Which form of arguments the template does not fail on.
+    fn probe_arguments(&self) -> Arguments {
+        let call = json!({"id": "0", "type": "function", "function": {"name": "f", "arguments": {"k": "v"}}});
+        let conversation = |arguments| {
+            let input = ChatInput {
+                messages: vec![
+                    json!({"role": "user", "content": "x"}),
+                    json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+                    json!({"role": "tool", "tool_call_id": "0", "content": "x"}),
+                ],
+                ..ChatInput::default()
+            };
+            self.run(&input, &Guard::none(), arguments)
+        };
+        match (conversation(Arguments::Objects), conversation(Arguments::Text)) {
+            (Err(RenderError::Failed(_)), Ok(_)) => Arguments::Text,
+            _ => Arguments::Objects,
+        }
     }
 
     /// Defines a variable for every rendering, such as `bos_token`.
@@ -106,7 +138,7 @@ impl ChatTemplate {
     /// # Errors
     /// The template refuses the conversation or fails on it.
     pub fn render(&self, input: &ChatInput) -> Result<String, RenderError> {
-        self.run(input, &Guard::none())
+        self.run(input, &Guard::none(), self.arguments)
     }
 
     /// The prompt as token ids. Control tokens come from the template only: those in messages, tools and variables are
@@ -121,7 +153,7 @@ impl ChatTemplate {
         most: usize,
     ) -> Result<Vec<u32>, RenderError> {
         let added = tokenizer.added();
-        let prompt = self.run(input, &Guard::of(added))?;
+        let prompt = self.run(input, &Guard::of(added), self.arguments)?;
         let mut ids = Vec::new();
         for part in added.split(&prompt) {
             match part {
@@ -132,13 +164,17 @@ impl ChatTemplate {
         Ok(ids)
     }
 
-    fn run(&self, input: &ChatInput, guard: &Guard<'_>) -> Result<String, RenderError> {
+    fn run(&self, input: &ChatInput, guard: &Guard<'_>, arguments: Arguments) -> Result<String, RenderError> {
         let list =
             |items: &[serde_json::Value]| -> Value { items.iter().map(|item| guard.value(item)).collect() };
+        let messages = match arguments {
+            Arguments::Objects => list(&input.messages),
+            Arguments::Text => list(&with_arguments_as_text(&input.messages)?),
+        };
         let tools = if input.tools.is_empty() { Value::from(()) } else { list(&input.tools) };
         let variables = input.variables.iter().map(|(name, value)| (name.as_str(), guard.value(value)));
         let own = [
-            ("messages", list(&input.messages)),
+            ("messages", messages),
             ("tools", tools),
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(input.add_generation_prompt)),
@@ -151,6 +187,21 @@ impl ChatTemplate {
             }
         })
     }
+}
+
+fn with_arguments_as_text(messages: &[serde_json::Value]) -> Result<Vec<serde_json::Value>, RenderError> {
+    let mut messages = messages.to_vec();
+    for message in &mut messages {
+        let calls = message.get_mut("tool_calls").and_then(serde_json::Value::as_array_mut);
+        for call in calls.into_iter().flatten() {
+            if let Some(arguments) = call.pointer_mut("/function/arguments") {
+                let text =
+                    json::dumps(arguments).map_err(|error| RenderError::Failed(python::one_line(&error)))?;
+                *arguments = text.into();
+            }
+        }
+    }
+    Ok(messages)
 }
 
 /// A template's own errors carry no source line beyond this kind.

@@ -57,7 +57,7 @@ fn options_come_from_the_environment_too() {
     // Anything that does not say no is a yes; either way the folder is what is missing.
     for value in ["1", "0", "false", "yes"] {
         let line = refused(shardrun(&["generate", "nowhere", "--prompt", "x"]).env("SHARDRUN_VERIFY", value));
-        assert!(line.starts_with("nowhere: not a folder"), "{line}");
+        assert!(line.starts_with("nowhere: not a checkpoint: there is no such directory"), "{line}");
     }
 }
 

@@ -211,6 +211,28 @@ fn a_template_that_does_not_compile_stops_the_start_in_one_line() {
     assert!(ChatTemplate::open(empty.path()).unwrap().is_none());
 }
 
+/// DeepSeek's templates put the arguments of tool calls between strings; GLM's go through their keys.
+#[test]
+fn arguments_come_in_the_form_that_the_template_wants() {
+    let call = json!({"function": {"name": "f", "arguments": {"z": 1.0, "a": "é<|user|>"}}});
+    let input = ChatInput {
+        messages: vec![json!({"role": "assistant", "content": "", "tool_calls": [call]})],
+        ..ChatInput::default()
+    };
+    let each = "{% for m in messages %}{% for c in m.tool_calls or [] %}";
+    let text =
+        template(&format!("{each}{{{{ '(' + c.function.arguments + ')' }}}}{{% endfor %}}{{% endfor %}}"))
+            .unwrap();
+    assert_eq!(text.render(&input).unwrap(), "({\"z\": 1.0, \"a\": \"é<|user|>\"})");
+    let tokenizer = Tokenizer::open(&common::text_files()).unwrap();
+    let tokens = text.render_tokens(&tokenizer, &input, usize::MAX).unwrap();
+    assert!(tokens.iter().all(|&id| !tokenizer.is_control(id)));
+    let keys = template(&format!(
+        "{each}{{% for k, v in c.function.arguments.items() %}}{{{{ k }}}}={{{{ v }}}};{{% endfor %}}{{% endfor %}}{{% endfor %}}"
+    ));
+    assert_eq!(keys.unwrap().render(&input).unwrap(), "z=1.0;a=é<|user|>;");
+}
+
 /// Wherever a user types control tokens they stay text, and the prompt's other ids are as without them.
 #[test]
 fn typed_control_tokens_stay_text_everywhere() {

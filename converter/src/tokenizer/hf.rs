@@ -32,6 +32,7 @@ struct File<'a> {
 }
 
 #[derive(Serialize)]
+#[expect(clippy::struct_excessive_bools, reason = "the fields of the file's format")]
 struct AddedToken<'a> {
     id: u32,
     content: &'a str,

@@ -5,7 +5,7 @@
 //! and no value beyond it is touched.
 
 use super::blend::Blend;
-use super::dots::dots;
+use super::dots::{Dots, Sums};
 use super::elementwise::{Softmax, SoftmaxState};
 use super::isa::Proven;
 use super::rows::Rows;
@@ -100,7 +100,15 @@ impl Attention<'_> {
                 let keys_len = keys.len();
                 let keys = Rows::new(&cache[keys.start * width..], width);
                 let scores = grown(&mut scratch.sums, heads * keys_len);
-                dots(isa, [keys, queries], [keys_len, heads], width, &mut scratch.lanes, scores);
+                let products = Dots {
+                    w: keys,
+                    w_rows: keys_len,
+                    x: queries,
+                    x_rows: heads,
+                    len: width,
+                    sums: Sums::Whole,
+                };
+                isa.run(products, scores);
                 for ((scores, sum), state) in
                     scores.chunks_exact_mut(keys_len).zip(out.chunks_exact_mut(latent)).zip(&mut softmax)
                 {
@@ -157,9 +165,11 @@ impl Attention<'_> {
             let len = WEIGHT_ROWS.min(shape.v - first);
             let decoded = grown(&mut scratch.weights, len * shape.kv_lora);
             self.decode(isa, first_row + first, decoded);
-            let decoded = Rows::new(decoded, shape.kv_lora);
+            let w = Rows::new(decoded, shape.kv_lora);
+            let products =
+                Dots { w, w_rows: len, x: latents, x_rows: n, len: shape.kv_lora, sums: Sums::Whole };
             let sums = grown(&mut scratch.sums, n * len);
-            dots(isa, [decoded, latents], [len, n], shape.kv_lora, &mut scratch.lanes, sums);
+            isa.run(products, sums);
             for (out, sums) in out.chunks_exact_mut(shape.v).zip(sums.chunks_exact(len)) {
                 out[first..][..len].copy_from_slice(sums);
             }
@@ -199,7 +209,7 @@ impl Attention<'_> {
         let shape = self.shape;
         let (qk, head_rows, v) = (shape.nope + shape.rope, shape.nope + shape.v, shape.v);
         let queries = &self.q[span.rows.start * shape.q_width() + head * qk..];
-        let Scratch { weights, lanes, sums, keys, expanded, softmax, .. } = scratch;
+        let Scratch { weights, sums, keys, expanded, softmax, .. } = scratch;
         let kv_b = &weights[..head_rows * shape.kv_lora];
         let block = &mut HeadBlock {
             keys: grown(keys, qk * BLOCK_TOKENS),
@@ -211,7 +221,7 @@ impl Attention<'_> {
         let context = span.cached + span.rows.len();
         for (i, slots) in blocks(span, context).enumerate() {
             let start = i * BLOCK_TOKENS;
-            self.expand(isa, slots, kv_b, [&mut *lanes, &mut *sums], block);
+            self.expand(isa, slots, kv_b, sums, block);
 
             // Rows before this one see nothing of the block.
             let first = start.saturating_sub(span.cached);
@@ -258,7 +268,7 @@ impl Attention<'_> {
         isa: Proven,
         slots: Range<usize>,
         kv_b: &[f32],
-        [lanes, sums]: [&mut Vec<f32>; 2],
+        sums: &mut Vec<f32>,
         block: &mut HeadBlock<'_>,
     ) {
         let shape = self.shape;
@@ -267,9 +277,11 @@ impl Attention<'_> {
         let cached = Rows::new(&self.cache[slots.start * width..], width);
         for first in (0..head_rows).step_by(WEIGHT_ROWS) {
             let len = WEIGHT_ROWS.min(head_rows - first);
-            let kv_b = Rows::new(&kv_b[first * shape.kv_lora..], shape.kv_lora);
+            let w = Rows::new(&kv_b[first * shape.kv_lora..], shape.kv_lora);
+            let products =
+                Dots { w, w_rows: len, x: cached, x_rows: tokens, len: shape.kv_lora, sums: Sums::Whole };
             let sums = grown(sums, tokens * len);
-            dots(isa, [kv_b, cached], [len, tokens], shape.kv_lora, lanes, sums);
+            isa.run(products, sums);
             for (expanded, sums) in block.expanded.chunks_exact_mut(head_rows).zip(sums.chunks_exact(len)) {
                 expanded[first..][..len].copy_from_slice(sums);
             }

@@ -1,85 +1,70 @@
 //! Dot products of weight rows with activation rows, in register tiles.
 //!
-//! The sum of one pair of rows is one array of lanes: lane l takes columns l, L + l, 2L + l ... in that order, whatever tile
-//! the pair is in and however the columns are divided among calls, and [`Finish`] adds the lanes in one fixed order. So a
-//! result does not depend on which other rows there are.
+//! The sum of one pair of rows is one vector of lanes: lane l takes columns l, L + l, 2L + l ... in that order, whatever tile
+//! the pair is in and however the columns are divided among calls, and the lanes are added in one fixed order. So a result
+//! does not depend on which other rows there are.
 
-use super::isa::{Kernel, MAX_LANES, Proven, Vector};
-use super::lanes::sum;
+use super::isa::{Kernel, MAX_LANES, Vector};
+use super::lanes::padded;
 use super::rows::Rows;
-use super::workers::grown;
 
-/// Adds the products of a run of columns to the lanes of every pair, `[x_rows, w_rows, L]`.
-pub(super) struct Accumulate<'a> {
+/// The products of every pair of a weight row and an activation row, over a run of columns.
+pub(super) struct Dots<'a> {
     /// Rows of weights: `len` columns of `w_rows` rows.
     pub w: Rows<'a>,
     pub w_rows: usize,
     /// Rows of activations: `len` columns of `x_rows` rows.
     pub x: Rows<'a>,
     pub x_rows: usize,
-    /// Columns; a multiple of [`MAX_LANES`] in all calls but a row's last.
+    /// Columns.
     pub len: usize,
+    /// What becomes of the sums.
+    pub sums: Sums,
 }
 
-/// Adds up the lanes of every pair, `[pairs, L]` to `[pairs]`.
+/// What becomes of the sums of a run of columns.
+#[derive(Clone, Copy)]
+pub(super) enum Sums {
+    /// They are whole: `out` `[x_rows, w_rows]`.
+    Whole,
+    /// They are added to the lanes in `out` `[x_rows, w_rows, L]`. Columns are a multiple of [`MAX_LANES`] in all runs but
+    /// a row's last.
+    Lanes,
+}
+
+/// Sums of the lanes of every pair that [`Sums::Lanes`] left, `[pairs, L]` to `[pairs]`.
 pub(super) struct Finish<'a> {
     pub lanes: &'a [f32],
 }
 
-/// `sums` `[x_rows, w_rows]` = the dot products of every pair of rows of `len` columns.
-pub(super) fn dots(
-    isa: Proven,
-    [w, x]: [Rows<'_>; 2],
-    [w_rows, x_rows]: [usize; 2],
-    len: usize,
-    lanes: &mut Vec<f32>,
-    sums: &mut [f32],
-) {
-    let lanes = zeroed_lanes(lanes, w_rows * x_rows);
-    isa.run(Accumulate { w, w_rows, x, x_rows, len }, lanes);
-    isa.run(Finish { lanes }, sums);
-}
-
-/// Lanes for this many pairs, all zero.
-pub(super) fn zeroed_lanes(lanes: &mut Vec<f32>, pairs: usize) -> &mut [f32] {
-    let lanes = grown(lanes, pairs * MAX_LANES);
-    lanes.fill(0.0);
-    lanes
-}
-
-impl Kernel for Accumulate<'_> {
+impl Kernel for Dots<'_> {
     #[inline(always)]
     fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
-        let lanes = out.as_chunks_mut::<L>().0;
         let mut x = 0;
         while x + 4 <= self.x_rows && L == MAX_LANES {
-            self.column_of_tiles::<V, L, 4>(x, lanes);
+            self.column_of_tiles::<V, L, 4>(x, out);
             x += 4;
         }
         while x + 2 <= self.x_rows {
-            self.column_of_tiles::<V, L, 2>(x, lanes);
+            self.column_of_tiles::<V, L, 2>(x, out);
             x += 2;
         }
         if x < self.x_rows {
-            self.column_of_tiles::<V, L, 1>(x, lanes);
+            self.column_of_tiles::<V, L, 1>(x, out);
         }
     }
 }
 
-impl Accumulate<'_> {
+impl Dots<'_> {
     #[inline(always)]
-    fn column_of_tiles<V: Vector<L>, const L: usize, const N: usize>(
-        &self,
-        x: usize,
-        lanes: &mut [[f32; L]],
-    ) {
+    fn column_of_tiles<V: Vector<L>, const L: usize, const N: usize>(&self, x: usize, out: &mut [f32]) {
         let mut w = 0;
         while w + 4 <= self.w_rows {
-            self.tile::<V, L, 4, N>(w, x, lanes);
+            self.tile::<V, L, 4, N>(w, x, out);
             w += 4;
         }
         while w < self.w_rows {
-            self.tile::<V, L, 1, N>(w, x, lanes);
+            self.tile::<V, L, 1, N>(w, x, out);
             w += 1;
         }
     }
@@ -91,12 +76,15 @@ impl Accumulate<'_> {
         &self,
         w: usize,
         x: usize,
-        lanes: &mut [[f32; L]],
+        out: &mut [f32],
     ) {
         let mut sums = [[V::splat(0.0); N]; M];
-        for m in 0..M {
-            for n in 0..N {
-                sums[m][n] = V::load(&lanes[(x + n) * self.w_rows + w + m]);
+        if let Sums::Lanes = self.sums {
+            let lanes = out.as_chunks().0;
+            for m in 0..M {
+                for n in 0..N {
+                    sums[m][n] = V::load(&lanes[(x + n) * self.w_rows + w + m]);
+                }
             }
         }
 
@@ -118,9 +106,13 @@ impl Accumulate<'_> {
             add_products::<V, L, M, N>(&w_rest, &x_rest, &mut sums);
         }
 
-        for m in 0..M {
-            for n in 0..N {
-                sums[m][n].store(&mut lanes[(x + n) * self.w_rows + w + m]);
+        for (m, sums) in sums.iter().enumerate() {
+            for (n, sum) in sums.iter().enumerate() {
+                let pair = (x + n) * self.w_rows + w + m;
+                match self.sums {
+                    Sums::Whole => out[pair] = sum.sum(),
+                    Sums::Lanes => sum.store(&mut out.as_chunks_mut().0[pair]),
+                }
             }
         }
     }
@@ -145,19 +137,11 @@ fn add_products<V: Vector<L>, const L: usize, const M: usize, const N: usize>(
     }
 }
 
-/// A row's last columns, fewer than a vector holds, and zeros.
-#[inline(always)]
-fn padded<const L: usize>(rest: &[f32]) -> [f32; L] {
-    let mut lanes = [0.0; L];
-    lanes[..rest.len()].copy_from_slice(rest);
-    lanes
-}
-
 impl Kernel for Finish<'_> {
     #[inline(always)]
     fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
         for (lanes, out) in self.lanes.as_chunks::<L>().0.iter().zip(out) {
-            *out = sum(*lanes);
+            *out = V::load(lanes).sum();
         }
     }
 }

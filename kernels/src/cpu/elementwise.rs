@@ -1,7 +1,7 @@
 //! Operations on one row at a time.
 
 use super::isa::{Kernel, Vector};
-use super::lanes::{exp, max, sum};
+use super::lanes::{exp, max, padded};
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`
 pub(super) struct RmsNorm<'a> {
@@ -13,17 +13,15 @@ pub(super) struct RmsNorm<'a> {
 impl Kernel for RmsNorm<'_> {
     #[inline(always)]
     fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
-        let mut lanes = [0.0; L];
+        let mut squares = V::splat(0.0);
         let (whole, rest) = self.x.as_chunks::<L>();
         for x in whole {
-            for l in 0..L {
-                lanes[l] = V::lane_mul_add(x[l], x[l], lanes[l]);
-            }
+            let x = V::load(x);
+            squares = x.mul_add(x, squares);
         }
-        for (lane, x) in lanes.iter_mut().zip(rest) {
-            *lane = V::lane_mul_add(*x, *x, *lane);
-        }
-        let scale = 1.0 / (sum(lanes) / self.x.len() as f32 + self.eps).sqrt();
+        let rest = V::load(&padded(rest));
+        let mean = rest.mul_add(rest, squares).sum() / self.x.len() as f32;
+        let scale = 1.0 / (mean + self.eps).sqrt();
         for ((out, x), weight) in out.iter_mut().zip(self.x).zip(self.weight) {
             *out = x * scale * weight;
         }
@@ -105,7 +103,9 @@ impl Kernel for Softmax<'_> {
         for value in self.sum {
             *value *= shrink;
         }
-        *self.state =
-            SoftmaxState { max: new_max, total: V::lane_mul_add(self.state.total, shrink, sum(totals)) };
+        *self.state = SoftmaxState {
+            max: new_max,
+            total: V::lane_mul_add(self.state.total, shrink, V::load(&totals).sum()),
+        };
     }
 }

@@ -3,11 +3,12 @@
 //! A task owns [`TILE`] rows of the weights. It decodes [`STEP`] columns of them at a time and meets every activation row
 //! with them, so each weight is decoded once for up to [`BATCH`] rows.
 
-use super::dots::{Accumulate, Finish, zeroed_lanes};
-use super::isa::Proven;
+use super::dots::{Dots, Finish, Sums};
+use super::isa::{MAX_LANES, Proven};
 use super::rows::{Order, Rows};
 use super::weight::Weight;
 use super::workers::{Scratch, Workers, grown};
+use std::ops::Range;
 
 /// Weight rows of a task.
 const TILE: usize = 16;
@@ -75,9 +76,9 @@ impl Product<'_> {
         for job in self.jobs {
             let row = job.expert * self.w.rows + first_row;
             for start in (job.start..job.start + job.len).step_by(BATCH) {
-                let len = BATCH.min(job.start + job.len - start);
-                let sums = self.sums(isa, row, rows, start, len, scratch);
-                for (item, sums) in (start..).zip(sums.chunks_exact(rows)) {
+                let items = start..(start + BATCH).min(job.start + job.len);
+                let sums = self.sums(isa, &Piece { rows: row..row + rows, items: items.clone() }, scratch);
+                for (item, sums) in items.zip(sums.chunks_exact(rows)) {
                     let factor = self.factors.map_or(1.0, |factors| factors[item]);
                     for (out, sum) in out[self.outputs.at(item) * rows..][..rows].iter_mut().zip(sums) {
                         *out += factor * sum;
@@ -87,36 +88,61 @@ impl Product<'_> {
         }
     }
 
-    /// `[len, rows]`: the dot products of the items from `start` on with the weight rows from `row` on.
-    fn sums<'s>(
-        &self,
-        isa: Proven,
-        row: usize,
-        rows: usize,
-        start: usize,
-        len: usize,
-        scratch: &'s mut Scratch,
-    ) -> &'s [f32] {
+    /// `[items, rows]`: the dot products of the piece.
+    fn sums<'s>(&self, isa: Proven, piece: &Piece, scratch: &'s mut Scratch) -> &'s [f32] {
         let cols = self.w.cols;
         let decoded = grown(&mut scratch.weights, TILE * STEP);
-        let lanes = zeroed_lanes(&mut scratch.lanes, len * rows);
+        let sums = grown(&mut scratch.sums, piece.pairs());
+        if cols <= STEP {
+            self.step(isa, piece, 0..cols, Sums::Whole, decoded, sums);
+            return sums;
+        }
+        let lanes = grown(&mut scratch.lanes, piece.pairs() * MAX_LANES);
+        lanes.fill(0.0);
         for column in (0..cols).step_by(STEP) {
             let columns = column..cols.min(column + STEP);
-            for (r, decoded) in decoded.chunks_exact_mut(STEP).take(rows).enumerate() {
-                self.w.decode(isa, row + r, columns.clone(), &mut decoded[..columns.len()]);
-            }
-            let products = Accumulate {
-                w: Rows::new(decoded, STEP),
-                w_rows: rows,
-                x: self.x.from(start, column),
-                x_rows: len,
-                len: columns.len(),
-            };
-            isa.run(products, lanes);
+            self.step(isa, piece, columns, Sums::Lanes, decoded, lanes);
         }
-        let sums = grown(&mut scratch.sums, len * rows);
         isa.run(Finish { lanes }, sums);
         sums
+    }
+
+    /// Some columns of the piece: `decoded` is where they are decoded to, `out` as `sums` says.
+    fn step(
+        &self,
+        isa: Proven,
+        piece: &Piece,
+        columns: Range<usize>,
+        sums: Sums,
+        decoded: &mut [f32],
+        out: &mut [f32],
+    ) {
+        for (row, decoded) in piece.rows.clone().zip(decoded.chunks_exact_mut(STEP)) {
+            self.w.decode(isa, row, columns.clone(), &mut decoded[..columns.len()]);
+        }
+        let dots = Dots {
+            w: Rows::new(decoded, STEP),
+            w_rows: piece.rows.len(),
+            x: self.x.from(piece.items.start, columns.start),
+            x_rows: piece.items.len(),
+            len: columns.len(),
+            sums,
+        };
+        isa.run(dots, out);
+    }
+}
+
+/// What is multiplied together before the weights leave the cache.
+struct Piece {
+    /// Of the weights, counted through the stack: at most [`TILE`].
+    rows: Range<usize>,
+    /// At most [`BATCH`].
+    items: Range<usize>,
+}
+
+impl Piece {
+    fn pairs(&self) -> usize {
+        self.rows.len() * self.items.len()
     }
 }
 

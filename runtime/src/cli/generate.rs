@@ -90,6 +90,8 @@ impl SamplingArgs {
 
 impl Generate {
     pub(super) fn run(self) -> Result<ExitCode, Error> {
+        // What is wrong with the folder itself comes before what its files lack.
+        formats::checkpoint::Checkpoint::open(&self.checkpoint.dir).map_err(runtime::Error::from)?;
         let dialect = Dialect::open(&self.checkpoint.dir)?;
         let (prompt, opening) = self.prompt_tokens(&dialect)?;
         let engine = start_engine(&self.checkpoint.dir, &self.engine.options(1))?;
@@ -146,9 +148,8 @@ impl Generate {
         let ending = loop {
             let step = generation.next().await.map_err(|error| Error::Failed(error.to_string()))?;
             let (piece, ending) = match step {
-                Some(Step::Piece(piece)) => (piece, None),
-                Some(Step::End(piece, ending)) => (piece, Some(ending)),
-                None => return Err(Error::Failed("the answer has no end".into())),
+                Step::Piece(piece) => (piece, None),
+                Step::End(piece, ending) => (piece, Some(ending)),
             };
             if self.json {
                 whole.append(&piece);

@@ -96,6 +96,8 @@ impl Serve {
     }
 
     fn load(self) -> Result<Loaded, Error> {
+        // What is wrong with the folder itself comes before what its files lack.
+        formats::checkpoint::Checkpoint::open(&self.checkpoint.dir).map_err(runtime::Error::from)?;
         let dialect = Dialect::open(&self.checkpoint.dir)?;
         let engine = start_engine(&self.checkpoint.dir, &self.engine.options(self.max_num_seqs))?;
         let name = self.served_model_name.unwrap_or_else(|| engine.name().to_owned());

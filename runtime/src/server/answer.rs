@@ -15,9 +15,6 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio_stream::Stream;
 
-/// What must not happen: a generation ends with a step that says so.
-const NO_END: &str = "the answer has no end";
-
 /// Which of the two kinds of answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -63,12 +60,11 @@ pub(super) async fn whole(
     let mut text = Piece::default();
     let ending = loop {
         match generation.next().await? {
-            Some(Step::Piece(piece)) => text.append(&piece),
-            Some(Step::End(piece, ending)) => {
+            Step::Piece(piece) => text.append(&piece),
+            Step::End(piece, ending) => {
                 text.append(&piece);
                 break ending;
             }
-            None => return Err(ApiError::internal(NO_END)),
         }
     };
     let usage = Some(Some(Usage::new(prompt_tokens, generation.completion_tokens())));
@@ -142,14 +138,13 @@ impl Stream for Chunks {
                 return Poll::Ready(None);
             };
             match ready!(generation.poll_next(context)) {
-                Ok(Some(Step::Piece(piece))) => this.push_piece(piece),
-                Ok(Some(Step::End(piece, ending))) => {
+                Ok(Step::Piece(piece)) => this.push_piece(piece),
+                Ok(Step::End(piece, ending)) => {
                     let tokens = generation.completion_tokens();
                     this.generation = None;
                     this.push_piece(piece);
                     this.push_end(ending, tokens);
                 }
-                Ok(None) => this.push_error(&ApiError::internal(NO_END)),
                 Err(interrupted) => this.push_error(&interrupted.into()),
             }
         }

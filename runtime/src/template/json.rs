@@ -1,6 +1,6 @@
 //! The `tojson` filter, as transformers defines it: Python's `json.dumps` with `ensure_ascii=False` by default.
 
-use super::guard::MARK;
+use super::guard::{Guard, MARK};
 use super::unsupported;
 use minijinja::Value;
 use minijinja::value::{Kwargs, ValueKind};
@@ -40,6 +40,11 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String> {
     };
     writer.value(value, 0)?;
     Ok(writer.out)
+}
+
+/// A JSON value as `tojson` prints it when it is told nothing else.
+pub(super) fn dumps(value: &serde_json::Value) -> Result<String> {
+    tojson(&Guard::none().value(value), Kwargs::from_iter(Vec::<(String, Value)>::new()))
 }
 
 struct Writer {
