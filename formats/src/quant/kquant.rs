@@ -72,12 +72,15 @@ impl Q2_K {
     #[inline(always)]
     fn values(&self, out: &mut [f32; 256]) {
         let (d, dmin) = (f16_to_f32(self.d), f16_to_f32(self.dmin));
-        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            let scale = self.scales[group];
-            let (dl, ml) = (d * f32::from(scale & 0x0f), dmin * f32::from(scale >> 4));
-            let (qs, shift) = two_bits(&self.qs, group);
-            for (out, &q) in out.iter_mut().zip(qs) {
-                *out = dl * f32::from(q >> shift & 3) - ml;
+        let (qs, scales) = (self.qs.as_chunks::<32>().0, self.scales.as_chunks::<2>().0);
+        for (row, (out, scales)) in out.as_chunks_mut::<32>().0.iter_mut().zip(scales).enumerate() {
+            let quants = qs[row / 4].map(|q| (q >> (row % 4 * 2) & 3) as i8);
+            scale_groups(&quants, scales.map(|scale| d * f32::from(scale & 0x0f)), out);
+            for (out, scale) in out.as_chunks_mut::<16>().0.iter_mut().zip(scales) {
+                let ml = dmin * f32::from(scale >> 4);
+                for out in out {
+                    *out -= ml;
+                }
             }
         }
     }
@@ -143,17 +146,27 @@ impl Q6_K {
     #[inline(always)]
     fn values(&self, out: &mut [f32; 256]) {
         let d = f16_to_f32(self.d);
-        let (ql, qh) = (self.ql.as_chunks::<16>().0, self.qh.as_chunks::<16>().0);
-        for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            // Each half of 128 elements has 64 bytes of ql and 32 of qh: rows of 32 elements are nibbles and quarters.
-            let (half, row, part) = (group / 8, group / 2 % 4, group % 2);
-            let low = &ql[half * 4 + row % 2 * 2 + part];
-            let high = &qh[half * 2 + part];
-            let dl = d * f32::from(self.scales[group]);
-            for (out, (&l, &h)) in out.iter_mut().zip(low.iter().zip(high)) {
-                let q = l >> (row / 2 * 4) & 0x0f | (h >> (row * 2) & 3) << 4;
-                *out = dl * f32::from(q as i8 - 32);
+        let (ql, qh) = (self.ql.as_chunks::<32>().0, self.qh.as_chunks::<32>().0);
+        let scales = self.scales.as_chunks::<2>().0;
+        // Each half of 128 elements has 64 bytes of ql and 32 of qh: rows of 32 elements are nibbles and quarters.
+        for (row, (out, scales)) in out.as_chunks_mut::<32>().0.iter_mut().zip(scales).enumerate() {
+            let (half, row) = (row / 4, row % 4);
+            let mut quants = [0; 32];
+            for (q, (&l, &h)) in quants.iter_mut().zip(ql[half * 2 + row % 2].iter().zip(&qh[half])) {
+                *q = (l >> (row / 2 * 4) & 0x0f | (h >> (row * 2) & 3) << 4) as i8 - 32;
             }
+            scale_groups(&quants, scales.map(|scale| d * f32::from(scale)), out);
+        }
+    }
+}
+
+/// `dl * q` for two groups of 16. Quants come 32 at a time, because the compiler makes vectors of loops that long.
+#[inline(always)]
+fn scale_groups(quants: &[i8; 32], dl: [f32; 2], out: &mut [f32; 32]) {
+    for ((out, quants), dl) in out.as_chunks_mut::<16>().0.iter_mut().zip(quants.as_chunks::<16>().0).zip(dl)
+    {
+        for (out, &q) in out.iter_mut().zip(quants) {
+            *out = dl * f32::from(q);
         }
     }
 }

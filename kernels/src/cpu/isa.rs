@@ -273,8 +273,7 @@ mod tests {
     fn sums_take_every_lane_once_in_the_documented_order() {
         // Of many sums of fractions some are rounded otherwise in any other order.
         for start in 0..100 {
-            let values: [f32; MAX_LANES] =
-                std::array::from_fn(|i| 1.0 / (1.5 + (start * 7 + i) as f32));
+            let values: [f32; MAX_LANES] = std::array::from_fn(|i| 1.0 / (1.5 + (start * 7 + i) as f32));
             for isa in Isa::ALL.into_iter().filter_map(Proven::new) {
                 let mut out = values;
                 isa.run(Sum, &mut out);
