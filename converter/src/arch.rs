@@ -94,6 +94,10 @@ const TABLE: &[Architecture] = &[
     },
 ];
 
+/// llama.cpp's `LLAMA_MAX_LAYERS`.
+const MAX_BLOCKS: usize = 512;
+/// Far beyond the 64 of every published model; a table of frequencies is made of this size.
+const MAX_ROPE: usize = 1 << 16;
 /// HF's epsilon of the indexer's LayerNorm; GGUF has no key for it.
 const INDEXER_K_NORM_EPS: f32 = 1e-6;
 /// What HF adds to the sum of the chosen experts' weights.
@@ -125,6 +129,9 @@ pub fn describe(set: &GgufSet) -> Result<Model, Error> {
     let keys = Keys::new(set, architecture.name);
     let vocab_size = keys.vocab_size()?;
     let block_count = keys.required("block_count")?;
+    if block_count > MAX_BLOCKS {
+        return Err(keys.refuse("block_count", format!("at most {MAX_BLOCKS}"), block_count.to_string()));
+    }
     let declared_mtp = keys.optional("nextn_predict_layers")?.unwrap_or(0);
     if declared_mtp >= block_count {
         let expected = format!("fewer than block_count ({block_count})");
@@ -225,6 +232,9 @@ fn attention(architecture: &Architecture, keys: &Keys<'_>, set: &GgufSet) -> Res
     };
     let (key_length, v_head_dim) = (keys.required(key_name)?, keys.required(value_name)?);
     let rope = keys.required("rope.dimension_count")?;
+    if rope > MAX_ROPE {
+        return Err(keys.refuse("rope.dimension_count", format!("at most {MAX_ROPE}"), rope.to_string()));
+    }
     let Some(nope) = key_length.checked_sub(rope).filter(|&nope| nope > 0) else {
         return Err(keys.refuse(
             key_name,

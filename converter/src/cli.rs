@@ -297,8 +297,9 @@ fn to_json(value: &impl Serialize) -> String {
     text
 }
 
-/// Prints to stdout; a reader that has seen enough is no error.
+/// Prints to stdout, control characters of names in files escaped; a reader that has seen enough is no error.
 fn print(text: &str) -> Result<(), Error> {
+    let text = escaped(text, Some('\n'));
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
@@ -310,7 +311,17 @@ fn print(text: &str) -> Result<(), Error> {
 
 /// The text without line breaks and other control characters, whatever a file's names hold.
 pub fn one_line(text: &str) -> String {
-    text.chars()
-        .flat_map(|c| if c.is_control() { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
-        .collect()
+    escaped(text, None)
+}
+
+fn escaped(text: &str, kept: Option<char>) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && Some(c) != kept {
+            escaped.extend(c.escape_default());
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped
 }

@@ -141,7 +141,7 @@ pub enum Error {
         what: String,
     },
     /// Ctrl-C or SIGTERM.
-    #[error("interrupted; the unfinished output was removed")]
+    #[error("interrupted; nothing unfinished is left")]
     Interrupted,
 }
 

@@ -100,9 +100,10 @@ fn write(mut rows: Rows<'_>, name: &str, out: &Path, existing: Existing) -> Resu
     let mut writer = BufWriter::with_capacity(1 << 20, &handle);
     writer.write_all(&header).map_err(io)?;
     let step = (AT_ONCE / shape.row_len().max(1)).max(1);
+    let rows_with_values = if values == 0 { 0 } else { shape.rows() };
     let mut row = 0;
-    while row < shape.rows() {
-        let end = (row + step).min(shape.rows());
+    while row < rows_with_values {
+        let end = (row + step).min(rows_with_values);
         for value in rows.decode(row..end)? {
             writer.write_all(&value.to_le_bytes()).map_err(io)?;
         }

@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+use runtime::dialect::Dialect;
 use std::net::TcpListener;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 fn shardrun(arguments: &[&str]) -> Command {
@@ -77,21 +79,9 @@ fn help_has_examples_and_goes_to_stdout() {
 }
 
 #[test]
-fn a_checkpoint_that_does_not_load_serves_nothing() {
+fn a_folder_that_is_no_checkpoint_serves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
-    let line = refused(&mut shardrun(&["serve", path, "--port", "0"]));
-    assert!(line.starts_with(&format!("{path}/tokenizer.json: ")), "{line}");
-    let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf");
-    for file in ["tokenizer.json", "generation_config.json"] {
-        std::fs::copy(data.join(file), dir.path().join(file)).unwrap();
-    }
-    std::fs::write(dir.path().join("chat_template.jinja"), "{% for %}").unwrap();
-    let line = refused(&mut shardrun(&["serve", path, "--port", "0"]));
-    assert!(line.starts_with(&format!("{path}/chat_template.jinja: ")), "{line}");
-    std::fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
-    let line = refused(&mut shardrun(&["generate", path, "--prompt", "x"]));
-    assert!(line.contains("no chat template: use --raw"), "{line}");
     for command in ["serve", "generate"] {
         let mut arguments = vec![command, path];
         arguments.extend(if command == "serve" { ["--port", "0"] } else { ["--raw", "--prompt=x"] });
@@ -100,11 +90,31 @@ fn a_checkpoint_that_does_not_load_serves_nothing() {
     }
 }
 
+/// What [`Dialect::open`] says of a folder.
+fn dialect_error(dir: &Path) -> String {
+    Dialect::open(dir).map(|_| ()).unwrap_err().to_string()
+}
+
+#[test]
+fn a_folder_that_cannot_speak_says_which_file_is_wrong() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let line = dialect_error(dir.path());
+    assert!(line.starts_with(&format!("{path}/tokenizer.json: ")), "{line}");
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf");
+    for file in ["tokenizer.json", "generation_config.json"] {
+        std::fs::copy(data.join(file), dir.path().join(file)).unwrap();
+    }
+    std::fs::write(dir.path().join("chat_template.jinja"), "{% for %}").unwrap();
+    let line = dialect_error(dir.path());
+    assert!(line.starts_with(&format!("{path}/chat_template.jinja: ")), "{line}");
+}
+
 #[test]
 fn generation_configs_that_cannot_be_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
-    let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf");
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf");
     std::fs::copy(data.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
     for (config, expected) in [
         (None, "No such file"),
@@ -119,7 +129,7 @@ fn generation_configs_that_cannot_be_are_refused() {
         if let Some(config) = config {
             std::fs::write(dir.path().join("generation_config.json"), config).unwrap();
         }
-        let line = refused(&mut shardrun(&["generate", path, "--raw", "--prompt", "x"]));
+        let line = dialect_error(dir.path());
         assert!(line.starts_with(&format!("{path}/generation_config.json: ")), "{line}");
         assert!(line.contains(expected), "{line}");
     }

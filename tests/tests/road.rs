@@ -123,7 +123,9 @@ fn an_existing_output_is_left_alone() {
     std::fs::write(out.join("precious"), b"mine").unwrap();
     refused(&bundled().gguf, &out, &["out", "already"]);
     assert_eq!(std::fs::read(out.join("precious")).unwrap(), b"mine");
-    refused(&bundled().gguf, &temp.path().join("no/such/parent"), &["no/such"]);
+    let orphan = temp.path().join("no/such/parent");
+    let message = failure(&mut shardmill(&["convert"], &[&bundled().gguf, &orphan]), 2);
+    assert!(message.contains("no/such") && !temp.path().join("no").exists(), "{message}");
 }
 
 #[test]

@@ -23,20 +23,19 @@ pub(super) fn rope(keys: &Keys<'_>, dim: usize, context: usize) -> Result<Rope, 
     if base <= 1.0 {
         return Err(keys.refuse("rope.freq_base", "a number above 1", base.to_string()));
     }
-    let plain = frequencies(f64::from(base), dim);
+    let periods = periods(base, dim);
+    let plain = || periods.iter().map(|p| 1.0 / p);
     match scaling(keys)? {
-        Scaling::None => Ok(resolved(&plain, 1.0, 1.0)),
-        Scaling::Linear { factor } => {
-            Ok(resolved(&plain.iter().map(|f| f / factor).collect::<Vec<_>>(), 1.0, 1.0))
-        }
-        Scaling::Yarn { factor } => yarn(keys, &plain, f64::from(base), dim, factor, context),
+        Scaling::None => Ok(resolved(plain().collect(), 1.0, 1.0)),
+        Scaling::Linear { factor } => Ok(resolved(plain().map(|f| f / factor).collect(), 1.0, 1.0)),
+        Scaling::Yarn { factor } => yarn(keys, &periods, f64::from(base), dim, factor, context),
     }
 }
 
 enum Scaling {
     None,
-    Linear { factor: f64 },
-    Yarn { factor: f64 },
+    Linear { factor: f32 },
+    Yarn { factor: f32 },
 }
 
 fn scaling(keys: &Keys<'_>) -> Result<Scaling, Error> {
@@ -47,7 +46,7 @@ fn scaling(keys: &Keys<'_>) -> Result<Scaling, Error> {
     };
     let factor = match keys.optional_f32(factor_key)?.unwrap_or(0.0) {
         0.0 => 1.0,
-        factor if factor > 0.0 => f64::from(factor),
+        factor if factor > 0.0 => factor,
         factor => return Err(keys.refuse(factor_key, "a number above 0", factor.to_string())),
     };
     // Multipliers that would change the result and that no published model of these architectures has.
@@ -65,15 +64,15 @@ fn scaling(keys: &Keys<'_>) -> Result<Scaling, Error> {
     }
 }
 
-/// `1 / base^(2i/dim)` for each pair i.
-fn frequencies(base: f64, dim: usize) -> Vec<f64> {
-    // The exponent is rounded to f32 as HF's tensor is; for the usual powers of two it is exact.
-    (0..dim / 2).map(|pair| 1.0 / base.powf(f64::from(2.0 * pair as f32 / dim as f32))).collect()
+/// `base^(2i/dim)` for each pair i. Rounded where HF's f32 tensors are, so that angles agree at any position; the power
+/// itself is computed in f64, so it can differ from another f32 power in the last bit.
+fn periods(base: f32, dim: usize) -> Vec<f32> {
+    (0..dim / 2).map(|pair| f64::from(base).powf(f64::from(2.0 * pair as f32 / dim as f32)) as f32).collect()
 }
 
-fn resolved(inv_freq: &[f64], attention_scaling: f64, softmax_factor: f64) -> Rope {
+fn resolved(inv_freq: Vec<f32>, attention_scaling: f64, softmax_factor: f64) -> Rope {
     let config = RopeConfig {
-        inv_freq: inv_freq.iter().map(|&f| f as f32).collect(),
+        inv_freq,
         pairing: RopePairing::Interleaved,
         attention_scaling: attention_scaling as f32,
     };
@@ -86,10 +85,10 @@ fn resolved(inv_freq: &[f64], attention_scaling: f64, softmax_factor: f64) -> Ro
 /// the softmax scale is multiplied by the square. Without it cos and sin carry the factor, as in HF.
 fn yarn(
     keys: &Keys<'_>,
-    plain: &[f64],
+    periods: &[f32],
     base: f64,
     dim: usize,
-    factor: f64,
+    factor: f32,
     context: usize,
 ) -> Result<Rope, Error> {
     let original = keys.optional("rope.scaling.original_context_length")?.unwrap_or(context);
@@ -108,19 +107,21 @@ fn yarn(
     let low = correction(fast).floor().max(0.0);
     let high = correction(slow).ceil().min(dim as f64 - 1.0);
     let width = if high == low { 0.001 } else { high - low };
-    let inv_freq: Vec<f64> = plain
+    let inv_freq = periods
         .iter()
         .enumerate()
-        .map(|(pair, &f)| {
-            let interpolated = ((pair as f64 - low) / width).clamp(0.0, 1.0);
-            f / factor * interpolated + f * (1.0 - interpolated)
+        .map(|(pair, &period)| {
+            let ramp = ((pair as f32 - low as f32) / width as f32).clamp(0.0, 1.0);
+            let kept = 1.0 - ramp;
+            1.0 / (factor * period) * (1.0 - kept) + 1.0 / period * kept
         })
         .collect();
+    let factor = f64::from(factor);
     let all_dim =
         keys.optional_f32("rope.scaling.yarn_log_multiplier")?.map_or(0.0, f64::from) / LOG_MULTIPLIER_UNIT;
     let mscale = |m: f64| if factor <= 1.0 { 1.0 } else { LOG_MULTIPLIER_UNIT * m * factor.ln() + 1.0 };
     if all_dim == 0.0 {
-        return Ok(resolved(&inv_freq, mscale(1.0), 1.0));
+        return Ok(resolved(inv_freq, mscale(1.0), 1.0));
     }
-    Ok(resolved(&inv_freq, 1.0, mscale(all_dim).powi(2)))
+    Ok(resolved(inv_freq, 1.0, mscale(all_dim).powi(2)))
 }

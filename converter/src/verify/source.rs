@@ -141,7 +141,7 @@ impl<'a> Comparison<'a> {
         let origin = self.origin(entry, used)?;
         let row_bytes = native.row_bytes().max(1) as u64;
         let step = (PIECE_BYTES / row_bytes).max(1);
-        let rows = native.shape().rows();
+        let rows = if native.bytes().is_empty() { 0 } else { native.shape().rows() };
         let starts = (0..rows).step_by(step as usize);
         Ok(starts
             .map(|start| Piece {
@@ -230,7 +230,7 @@ impl Origin {
         if times == 2 && entry.full_shape.dims().len() != 3 {
             return Err(format!("{}, expected one matrix for each expert", entry.full_shape));
         }
-        let rows_fit = view.shape().elements() == entry.full_shape.elements() * times
+        let rows_fit = u128::from(view.shape().elements()) == u128::from(entry.full_shape.elements()) * times
             && view.shape().row_len() == entry.full_shape.row_len();
         if !rows_fit {
             return Err(format!("{}, the source has {}", entry.full_shape, view.shape()));

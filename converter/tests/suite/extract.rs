@@ -1,6 +1,6 @@
 //! Tensors taken out of GGUF files and checkpoints, and what `inspect` says of them.
 
-use crate::files::{bundled, control, convert, convert_with, options};
+use crate::files::{bundled, control, convert, convert_with, options, shardmill};
 use crate::made::{F32, Gguf, HIDDEN, Value};
 use converter::Existing;
 use converter::extract::extract;
@@ -87,6 +87,34 @@ fn gguf_files_of_any_architecture_open() {
     let error =
         extract(&path, "model.layers.0.self_attn.kv_b_proj.weight", &out, Existing::Refuse).unwrap_err();
     assert!(error.to_string().contains("llama"), "{error}");
+}
+
+#[test]
+fn empty_tensors_are_empty_whatever_their_other_dimensions() {
+    let temp = TempDir::new().unwrap();
+    let mut gguf = Gguf { keys: Vec::new(), tensors: Vec::new() };
+    gguf.put("empty.weight", &[0, 1 << 62], F32);
+    gguf.put("some.weight", &[4], F32);
+    let path = gguf.write(temp.path());
+    let out = temp.path().join("x.safetensors");
+    let written = extract(&path, "empty.weight", &out, Existing::Refuse).unwrap();
+    assert_eq!(written.shape.dims(), [1 << 62, 0]);
+    assert!(inspect(&path, Some("empty.weight")).unwrap().text.contains("[]"));
+}
+
+/// Names of a file are shown, never obeyed.
+#[test]
+fn control_characters_of_names_reach_no_terminal() {
+    let temp = TempDir::new().unwrap();
+    let mut gguf = Gguf::glm_dsa();
+    gguf.set("general.name", Value::Str("a\u{1b}[2Jb".to_owned()));
+    gguf.put("blk.0.\u{1b}]0;x\u{7}.weight", &[4], F32);
+    let path = gguf.write(temp.path());
+    for command in ["inspect", "plan"] {
+        let output = shardmill(&[command.as_ref(), path.as_os_str()]).output().unwrap();
+        let printed = [output.stdout, output.stderr].concat();
+        assert!(!printed.contains(&0x1b), "{}", String::from_utf8_lossy(&printed));
+    }
 }
 
 #[test]

@@ -338,6 +338,26 @@ fn rope_scaling_is_resolved_or_refused() {
     refused(&scaled("yarn", &[("attn_factor", 0.5)]), &["glm-dsa.rope.scaling.attn_factor", "0.5"]);
 }
 
+/// Nothing is allocated for sizes that only a damaged file has.
+#[test]
+fn absurd_sizes_are_refused_at_once() {
+    let start = std::time::Instant::now();
+    for (key, value) in [
+        ("block_count", 1 << 31),
+        ("block_count", u32::MAX),
+        ("rope.dimension_count", 1 << 30),
+        ("expert_count", 1 << 31),
+        ("attention.head_count", 1 << 31),
+        ("expert_shared_count", 1 << 31),
+        ("nextn_predict_layers", 1 << 31),
+        ("attention.kv_lora_rank", 1 << 31),
+    ] {
+        let error = plan_with(&changed(|g| g.set(&format!("glm-dsa.{key}"), Value::U32(value))), options(2));
+        assert!(error.unwrap_err().contains("made.gguf"), "{key}");
+    }
+    assert!(start.elapsed() < std::time::Duration::from_secs(1));
+}
+
 #[test]
 fn a_dense_model_has_no_experts() {
     let mut gguf = Gguf::glm_dsa();
