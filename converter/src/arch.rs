@@ -1,6 +1,6 @@
 //! GGUF metadata to [`ModelConfig`]: the only place where an architecture has a name.
 //!
-//! [`TABLE`] has one row for each architecture; what differs between them is a member of the row, and what does not is read
+//! `TABLE` has one row for each architecture; what differs between them is a member of the row, and what does not is read
 //! the same way for all. Keys and defaults: llama.cpp b11434, `src/llama-model.cpp` and `src/models/{glm-dsa,deepseek2,
 //! deepseek32}.cpp`. A default is used only where llama.cpp has the same one; any other absent key is an error that names it.
 

@@ -90,7 +90,13 @@ enum Job {
 /// Digests of the chunks of all files.
 struct Digests {
     sources: Vec<Vec<Digest>>,
-    ranks: Vec<Vec<Digest>>,
+    ranks: Vec<Vec<ChunkDigests>>,
+}
+
+/// Digests of a chunk, and of the tensors that lie in it whole, with their index in the file.
+struct ChunkDigests {
+    chunk: Digest,
+    tensors: Vec<(usize, Digest)>,
 }
 
 /// A worker's memory.
@@ -113,7 +119,8 @@ fn run(set: &GgufSet, plan: &Plan, dir: &PartialDir, control: &Control) -> Resul
         let digest = match *job {
             Job::Source { part, chunk } => {
                 let part = &set.parts()[part];
-                chunks::hash(&part.path, chunk, part.file.len(), &stage, &mut memory.piece)?
+                let chunk = chunks::hash(&part.path, chunk, part.file.len(), &stage, &mut memory.piece)?;
+                ChunkDigests { chunk, tensors: Vec::new() }
             }
             Job::Rank { rank, chunk } => {
                 let path = dir.path(&rank_file_name(rank, plan.options.ranks));
@@ -126,15 +133,17 @@ fn run(set: &GgufSet, plan: &Plan, dir: &PartialDir, control: &Control) -> Resul
         };
         Ok(digest)
     })?;
-    let mut digests =
-        Digests { sources: vec![Vec::new(); set.parts().len()], ranks: vec![Vec::new(); plan.options.ranks] };
-    let mut in_file_order: Vec<(Job, Digest)> = jobs.into_iter().zip(results).collect();
+    let mut digests = Digests {
+        sources: vec![Vec::new(); set.parts().len()],
+        ranks: plan.layouts.iter().map(|_| Vec::new()).collect(),
+    };
+    let mut in_file_order: Vec<(Job, ChunkDigests)> = jobs.into_iter().zip(results).collect();
     in_file_order.sort_by_key(|(job, _)| match *job {
         Job::Source { chunk, .. } | Job::Rank { chunk, .. } => chunk,
     });
     for (job, digest) in in_file_order {
         match job {
-            Job::Source { part, .. } => digests.sources[part].push(digest),
+            Job::Source { part, .. } => digests.sources[part].push(digest.chunk),
             Job::Rank { rank, .. } => digests.ranks[rank].push(digest),
         }
     }
@@ -207,18 +216,55 @@ fn write_chunk(
     path: &Path,
     stage: &Stage,
     memory: &mut Memory,
-) -> Result<Digest, Error> {
+) -> Result<ChunkDigests, Error> {
     let len = maker.plan.layouts[rank].bytes;
     let file = open_for_writing(path)?;
     let mut hasher = ChunkHasher::new(chunk * CHUNK_BYTES, len);
+    let mut tensors = TensorHasher::new(&maker.plan.layouts[rank].placed, chunk);
     for range in chunks::pieces(chunk, len) {
         maker.fill(rank, &range, memory)?;
         hasher.update(&memory.piece);
+        tensors.update(&memory.piece, range.start);
         let action = || format!("cannot write {} bytes at byte {}", memory.piece.len(), range.start);
         file.write_all_at(&memory.piece, range.start).map_err(|e| Error::io(path, action(), e))?;
         stage.advance(memory.piece.len() as u64);
     }
-    Ok(hasher.finish())
+    Ok(ChunkDigests { chunk: hasher.finish(), tensors: tensors.finished })
+}
+
+/// Hashes the tensors that lie in one chunk whole, as the chunk's pieces come by.
+struct TensorHasher<'a> {
+    /// Those tensors, with their index in the file, from the one that is being hashed on.
+    left: std::iter::Peekable<Box<dyn Iterator<Item = (usize, &'a Range<u64>)> + 'a>>,
+    hasher: blake3::Hasher,
+    finished: Vec<(usize, Digest)>,
+}
+
+impl<'a> TensorHasher<'a> {
+    fn new(placed: &'a [Placed], chunk: u64) -> Self {
+        let range = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
+        let inside = move |bytes: &Range<u64>| {
+            bytes.start >= range.start && bytes.end <= range.end && !bytes.is_empty()
+        };
+        let all = placed.iter().map(|placed| &placed.bytes).enumerate();
+        let left: Box<dyn Iterator<Item = _> + 'a> = Box::new(all.filter(move |(_, bytes)| inside(bytes)));
+        Self { left: left.peekable(), hasher: blake3::Hasher::new(), finished: Vec::new() }
+    }
+
+    /// The bytes of the file from `start` on.
+    fn update(&mut self, piece: &[u8], start: u64) {
+        let end = start + piece.len() as u64;
+        while let Some((_, bytes)) = self.left.peek().filter(|(_, bytes)| bytes.start < end) {
+            let from = bytes.start.max(start) - start;
+            self.hasher.update(&piece[from as usize..(bytes.end.min(end) - start) as usize]);
+            if bytes.end > end {
+                return;
+            }
+            let (index, _) = self.left.next().expect("it was peeked at");
+            self.finished.push((index, self.hasher.finalize().into()));
+            self.hasher.reset();
+        }
+    }
 }
 
 /// Makes any stretch of any rank's file.
@@ -340,9 +386,12 @@ pub(crate) fn b3sums(sums: &BTreeMap<String, Digest>) -> String {
     sums.iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect()
 }
 
-fn rank_manifest(plan: &Plan, rank: usize, chunks: &[Digest]) -> RankManifest {
+fn rank_manifest(plan: &Plan, rank: usize, digests: &[ChunkDigests]) -> RankManifest {
     let layout = &plan.layouts[rank];
-    let tensors = layout.placed.iter().map(|placed| {
+    let chunks: Vec<Digest> = digests.iter().map(|digests| digests.chunk).collect();
+    let own: HashMap<usize, Digest> =
+        digests.iter().flat_map(|digests| digests.tensors.iter().copied()).collect();
+    let tensors = layout.placed.iter().enumerate().map(|(index, placed)| {
         let tensor = &plan.tensors[placed.tensor];
         TensorEntry {
             name: tensor.name.clone(),
@@ -354,6 +403,7 @@ fn rank_manifest(plan: &Plan, rank: usize, chunks: &[Digest]) -> RankManifest {
             bytes: (placed.bytes.start, placed.bytes.end),
             transform: tensor.transform.kind(),
             source: tensor.transform.sources().into_iter().map(|source| source.name.clone()).collect(),
+            blake3: own.get(&index).copied(),
         }
     });
     RankManifest {
@@ -363,9 +413,9 @@ fn rank_manifest(plan: &Plan, rank: usize, chunks: &[Digest]) -> RankManifest {
         file: rank_file_name(rank, plan.options.ranks),
         bytes: layout.bytes,
         data_start: layout.data_start,
-        blake3: root_digest(chunks),
+        blake3: root_digest(&chunks),
         chunk_bytes: CHUNK_BYTES,
-        chunks: chunks.to_vec(),
+        chunks,
         tensors: tensors.collect(),
     }
 }

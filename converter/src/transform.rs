@@ -100,7 +100,7 @@ impl Transform {
         }
     }
 
-    /// The source tensors, in the order that [`fill`] takes their views.
+    /// The source tensors, in the order that `fill` takes their views.
     pub fn sources(&self) -> Vec<&SourceTensor> {
         match self {
             Self::Copy(source) | Self::CopyHalf { source, .. } | Self::Dequantize(source) => vec![source],

@@ -106,7 +106,17 @@ fn check(
         .collect();
     check_small_files(checkpoint, report);
     let open: Vec<&RankShard> = shards.iter().flatten().collect();
-    report.failures.extend(open.iter().flat_map(|shard| structure::header_failures(shard)));
+    for shard in &open {
+        // A header that is damaged in one place is wrong in many.
+        let mut wrong = structure::header_failures(shard).into_iter();
+        if let Some(first) = wrong.next() {
+            let more = match wrong.count() {
+                0 => String::new(),
+                more => format!("; {more} more faults in this header"),
+            };
+            report.failures.push(first + &more);
+        }
+    }
     let all: Option<Vec<&RankManifest>> =
         shards.iter().map(|shard| shard.as_ref().map(RankShard::manifest)).collect();
     if let Some(all) = &all {
@@ -285,21 +295,12 @@ fn run(
 /// As [`RankShard::check_chunk`], but with the chunk read instead of faulted in page by page.
 fn check_chunk(shard: &RankShard, chunk: usize, stage: &Stage, piece: &mut Vec<u8>) -> Outcome {
     let manifest = shard.manifest();
-    let range = manifest.chunk(chunk);
     match chunks::hash(shard.path(), chunk as u64, manifest.bytes, stage, piece) {
         Ok(digest) if digest == manifest.chunks[chunk] => return Outcome::Fine,
         Ok(_) => {}
         Err(e) => return Outcome::Failure(format!("rank {}: {e}", manifest.rank)),
     }
-    let damaged = FormatsError::Chunk {
-        file: shard.path().display().to_string(),
-        rank: manifest.rank,
-        chunk,
-        start: range.start,
-        end: range.end,
-        tensors: manifest.describe(&range),
-    };
-    Outcome::Failure(damaged.to_string())
+    Outcome::Failure(shard.damaged_chunk(chunk).to_string())
 }
 
 /// Jobs that hold every replicated tensor of ranks 1, 2, ... against rank 0's.

@@ -7,6 +7,7 @@ use crate::{Digest, Error, TensorView};
 use bytes::Bytes;
 use std::collections::HashMap;
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A directory that a conversion finished.
@@ -158,14 +159,48 @@ impl RankShard {
         if chunk_digest(bytes, range.start, manifest.bytes) == manifest.chunks[chunk] {
             return Ok(());
         }
-        Err(Error::Chunk {
+        Err(self.damaged_chunk(chunk))
+    }
+
+    /// What to say of a chunk whose digest is wrong: its place, and the tensors that are damaged, as far as digests tell.
+    ///
+    /// # Panics
+    /// When the manifest has no such chunk.
+    pub fn damaged_chunk(&self, chunk: usize) -> Error {
+        let manifest = &self.manifest;
+        let range = manifest.chunk(chunk);
+        Error::Chunk {
             file: self.path.display().to_string(),
             rank: manifest.rank,
             chunk,
             start: range.start,
             end: range.end,
-            tensors: manifest.describe(&range),
-        })
+            tensors: self.damaged_in(&range),
+        }
+    }
+
+    /// The tensors of a range whose own digests are wrong; when there are none, all that have no digest of their own.
+    fn damaged_in(&self, range: &Range<u64>) -> String {
+        const SHOWN: usize = 3;
+        let own = |entry: &TensorEntry| &self.bytes[entry.bytes.0 as usize..entry.bytes.1 as usize];
+        let wrong = |entry: &TensorEntry| entry.blake3.map(|digest| digest != Digest::of(own(entry)));
+        let (mut damaged, mut suspects) = (Vec::new(), Vec::new());
+        if range.start < self.manifest.data_start {
+            suspects.push("the header");
+        }
+        for entry in self.manifest.tensors_in(range) {
+            match wrong(entry) {
+                Some(true) => damaged.push(entry.name.as_str()),
+                Some(false) => {}
+                None => suspects.push(&entry.name),
+            }
+        }
+        let names = if damaged.is_empty() { suspects } else { damaged };
+        let shown = names[..names.len().min(SHOWN)].join(", ");
+        match names.len().saturating_sub(SHOWN) {
+            0 => shown,
+            more => format!("{shown} and {more} more"),
+        }
     }
 
     /// The entry of a tensor by its native name.

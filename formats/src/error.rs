@@ -177,7 +177,7 @@ pub enum Error {
     },
     /// A chunk of a rank file whose bytes changed.
     #[error(
-        "{file}: rank {rank}, chunk {chunk} (bytes {start}..{end}) is damaged; it holds {tensors}; copy or convert the file again"
+        "{file}: rank {rank}, chunk {chunk} (bytes {start}..{end}) is damaged, in {tensors}; copy or convert the file again"
     )]
     Chunk {
         /// The rank file.
@@ -190,7 +190,7 @@ pub enum Error {
         start: u64,
         /// Byte after the chunk.
         end: u64,
-        /// The tensors that have bytes in it.
+        /// The damaged tensors, as far as digests tell.
         tensors: String,
     },
     /// Bytes that do not have the digest the manifest gives.

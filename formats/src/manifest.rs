@@ -177,6 +177,10 @@ pub struct TensorEntry {
     pub transform: TransformKind,
     /// The source's tensors that it was made from.
     pub source: Vec<String>,
+    /// Digest of its bytes when they lie in one chunk with others, so that damage there can be given a name; a tensor that
+    /// crosses chunks is named by theirs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<Digest>,
 }
 
 /// Arrangement of a tensor's bytes.
@@ -311,21 +315,9 @@ impl RankManifest {
         self.tensors.iter().find(|entry| entry.name == name)
     }
 
-    /// What lies in a range of the file, for a message: the header, or the few tensors that have most bytes of it.
-    pub fn describe(&self, range: &Range<u64>) -> String {
-        const SHOWN: usize = 3;
-        let header = (range.start < self.data_start).then_some("the header");
-        let bytes =
-            |entry: &TensorEntry| entry.bytes.1.min(range.end).saturating_sub(entry.bytes.0.max(range.start));
-        let mut inside: Vec<&TensorEntry> = self.tensors.iter().filter(|entry| bytes(entry) > 0).collect();
-        inside.sort_by_key(|entry| std::cmp::Reverse(bytes(entry)));
-        let names: Vec<&str> =
-            header.into_iter().chain(inside.into_iter().map(|entry| entry.name.as_str())).collect();
-        let shown = names[..names.len().min(SHOWN)].join(", ");
-        match names.len().saturating_sub(SHOWN) {
-            0 => shown,
-            more => format!("{shown} and {more} more"),
-        }
+    /// The tensors that have bytes in a range of the file.
+    pub fn tensors_in(&self, range: &Range<u64>) -> impl Iterator<Item = &TensorEntry> {
+        self.tensors.iter().filter(move |entry| entry.bytes.0 < range.end && entry.bytes.1 > range.start)
     }
 
     /// The bytes of chunk `index`.

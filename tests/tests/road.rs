@@ -36,28 +36,49 @@ fn verify_proves_every_tensor_against_the_source() {
     }
 }
 
+/// Everything that a failed check says.
+fn failed_check(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    said
+}
+
+/// Flips one bit in the middle of every tensor in turn, in files of less than one chunk and of several.
 #[test]
 fn a_flipped_byte_is_found_and_named() {
     let temp = TempDir::new().unwrap();
-    let dir = bundled().convert(temp.path(), 8);
-    let path = dir.join("rank-3-of-8.safetensors");
-    let mut bytes = std::fs::read(&path).unwrap();
-    let shard = Checkpoint::open(&dir).unwrap().rank(3).unwrap();
-    let entry = shard.entry("model.layers.1.mlp.experts.down_proj.weight").unwrap().clone();
-    bytes[entry.bytes.0 as usize + 77] ^= 0x10;
-    std::fs::write(&path, &bytes).unwrap();
-    let output = shardmill(&["verify"], &[&dir]).output().unwrap();
-    let said =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("rank 3") && said.contains("chunk 0"), "{said}");
+    for ranks in [1, 8] {
+        let dir = bundled().convert(temp.path(), ranks);
+        let rank = ranks - 1;
+        let path = dir.join(format!("rank-{rank}-of-{ranks}.safetensors"));
+        let good = std::fs::read(&path).unwrap();
+        let manifest = Checkpoint::open(&dir).unwrap().rank_manifest(rank).unwrap();
+        for (i, entry) in manifest.tensors.iter().enumerate() {
+            let at = (entry.bytes.0 + entry.bytes.1) / 2;
+            let mut bytes = good.clone();
+            bytes[at as usize] ^= 1 << (i % 8);
+            std::fs::write(&path, &bytes).unwrap();
+            let said = failed_check(&mut shardmill(&["verify"], &[&dir]));
+            let expected =
+                [format!("rank {rank}"), format!("chunk {}", at / manifest.chunk_bytes), entry.name.clone()];
+            for expected in expected {
+                assert!(said.contains(&expected), "{}: {said} should say {expected}", entry.name);
+            }
+        }
+        let entry = manifest.tensor("model.layers.1.mlp.experts.down_proj.weight").unwrap();
+        let mut bytes = good.clone();
+        bytes[entry.bytes.0 as usize + 77] ^= 0x10;
+        std::fs::write(&path, &bytes).unwrap();
+        let said = failed_check(shardmill(&["verify"], &[&dir]).arg("--source").arg(bundled().gguf));
+        assert!(said.matches(&entry.name).count() >= 2, "the chunk and the comparison both name it: {said}");
 
-    // With the source the tensor itself is found, not only its chunk.
-    let output = shardmill(&["verify"], &[&dir]).arg("--source").arg(bundled().gguf).output().unwrap();
-    let said =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains(&entry.name), "{said} should name {}", entry.name);
+        let mut bytes = good.clone();
+        bytes[20] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        assert!(failed_check(&mut shardmill(&["verify"], &[&dir])).contains("the header"));
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! `shardrun serve` as a client meets it: the real program, a real socket, the bundled model on 8 ranks.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use formats::checkpoint::Checkpoint;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -222,18 +223,18 @@ fn a_flipped_byte_keeps_serve_verify_from_starting() {
     let temp = TempDir::new().unwrap();
     let dir = bundled().convert(temp.path(), 8);
     let path = dir.join("rank-5-of-8.safetensors");
+    let manifest = Checkpoint::open(&dir).unwrap().rank_manifest(5).unwrap();
+    let entry = manifest.tensor("model.layers.2.self_attn.kv_b_proj.weight").unwrap();
     let mut bytes = std::fs::read(&path).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
+    bytes[entry.bytes.0 as usize + 1000] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let message = failure(
         Command::new(program("shardrun")).arg("serve").arg(&dir).args(["--verify", "--port", "0"]),
         2,
     );
-    assert!(
-        message.contains("rank 5") && message.contains("chunk 0") && message.contains("model.layers."),
-        "{message}"
-    );
+    for expected in ["rank 5", "chunk 0", &entry.name] {
+        assert!(message.contains(expected), "{message} should say {expected}");
+    }
 }
 
 #[test]
