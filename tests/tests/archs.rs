@@ -1,0 +1,104 @@
+//! Every supported family against its oracle: small random models of each, on 1, 3 and 8 ranks, with the experts cut by width
+//! and by id. The models are chaotic, so only the reference path is compared.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use formats::checkpoint::Checkpoint;
+use runtime::engine::Arithmetic;
+use runtime::logits::{LogitsOptions, LogitsRunner};
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+use tests::{OracleLogits, max_abs_difference, program, read_json, shared, success};
+
+/// Folders that hold a model and its oracles.
+fn families() -> Vec<PathBuf> {
+    let Some(shared) = shared("logits of the other model families") else { return Vec::new() };
+    let mut folders: Vec<PathBuf> =
+        std::fs::read_dir(shared.join("oracles/archs")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    assert!(folders.len() >= 12, "{folders:?}");
+    folders
+}
+
+/// The model's file, or the first of its parts.
+fn model(folder: &Path) -> PathBuf {
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|ext| ext == "gguf"));
+    files.sort();
+    files.remove(0)
+}
+
+fn convert(folder: &Path, out: &Path, ranks: usize, experts: &str) {
+    let mut command = Command::new(program("shardmill"));
+    command.arg("convert").arg(model(folder)).arg(out);
+    success(command.args(["--ranks", &ranks.to_string(), "--experts", experts]));
+}
+
+#[test]
+fn logits_equal_the_oracles_on_any_cut() {
+    for folder in families() {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        for ranks in [1, 3, 8] {
+            for experts in ["tensor", "expert"] {
+                let temp = TempDir::new().unwrap();
+                let out = temp.path().join("checkpoint");
+                convert(&folder, &out, ranks, experts);
+                success(
+                    Command::new(program("shardmill"))
+                        .arg("verify")
+                        .arg(&out)
+                        .arg("--source")
+                        .arg(model(&folder)),
+                );
+                let options = LogitsOptions { arithmetic: Arithmetic::Reference, threads: None, chunk: 512 };
+                let mut runner = LogitsRunner::open(&out, &options).unwrap();
+                for sequence in ["seq0", "seq1"] {
+                    let oracle = OracleLogits::read(&folder.join(format!("{sequence}.dense.safetensors")));
+                    let found = runner.run(&oracle.tokens, None).unwrap();
+                    let rows = oracle
+                        .positions
+                        .iter()
+                        .map(|p| &found.values[p * found.vocab_size..][..found.vocab_size]);
+                    let difference = oracle
+                        .rows
+                        .iter()
+                        .zip(rows)
+                        .map(|(a, b)| max_abs_difference(a, b))
+                        .fold(0.0, f32::max);
+                    eprintln!(
+                        "{name} {sequence}, {ranks} ranks, experts by {experts}: max difference {difference:.2e}"
+                    );
+                    assert!(
+                        difference <= 1e-3,
+                        "{name} {sequence}, {ranks} ranks, experts by {experts}: {difference}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn kv_b_has_the_oracles_digests() {
+    for folder in families() {
+        let temp = TempDir::new().unwrap();
+        let out = temp.path().join("checkpoint");
+        convert(&folder, &out, 3, "tensor");
+        let checkpoint = Checkpoint::open(&out).unwrap();
+        let oracle: serde_json::Value = read_json(&folder.join("model.json"));
+        let layers = oracle["kv_b"].as_object().unwrap();
+        assert!(!layers.is_empty());
+        for (layer, expected) in layers {
+            let name = format!("model.layers.{layer}.self_attn.kv_b_proj.weight");
+            let mut hash = Sha256::new();
+            for rank in 0..3 {
+                let shard = checkpoint.rank(rank).unwrap();
+                hash.update(shard.view(shard.entry(&name).unwrap()).unwrap().bytes());
+            }
+            let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(found, expected["sha256"].as_str().unwrap(), "{} {name}", folder.display());
+        }
+    }
+}
