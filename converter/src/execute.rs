@@ -234,35 +234,44 @@ fn write_chunk(
 
 /// Hashes the tensors that lie in one chunk whole, as the chunk's pieces come by.
 struct TensorHasher<'a> {
-    /// Those tensors, with their index in the file, from the one that is being hashed on.
-    left: std::iter::Peekable<Box<dyn Iterator<Item = (usize, &'a Range<u64>)> + 'a>>,
+    placed: &'a [Placed],
+    /// The tensor that is being hashed.
+    next: usize,
+    chunk_end: u64,
     hasher: blake3::Hasher,
+    /// Those tensors, with their index in the file.
     finished: Vec<(usize, Digest)>,
 }
 
 impl<'a> TensorHasher<'a> {
     fn new(placed: &'a [Placed], chunk: u64) -> Self {
-        let range = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
-        let inside = move |bytes: &Range<u64>| {
-            bytes.start >= range.start && bytes.end <= range.end && !bytes.is_empty()
-        };
-        let all = placed.iter().map(|placed| &placed.bytes).enumerate();
-        let left: Box<dyn Iterator<Item = _> + 'a> = Box::new(all.filter(move |(_, bytes)| inside(bytes)));
-        Self { left: left.peekable(), hasher: blake3::Hasher::new(), finished: Vec::new() }
+        let start = chunk * CHUNK_BYTES;
+        Self {
+            placed,
+            next: placed.partition_point(|placed| placed.bytes.start < start),
+            chunk_end: start + CHUNK_BYTES,
+            hasher: blake3::Hasher::new(),
+            finished: Vec::new(),
+        }
     }
 
     /// The bytes of the file from `start` on.
     fn update(&mut self, piece: &[u8], start: u64) {
         let end = start + piece.len() as u64;
-        while let Some((_, bytes)) = self.left.peek().filter(|(_, bytes)| bytes.start < end) {
+        let inside = |bytes: &Range<u64>, chunk_end| bytes.start < end && bytes.end <= chunk_end;
+        while let Some(Placed { bytes, .. }) =
+            self.placed.get(self.next).filter(|placed| inside(&placed.bytes, self.chunk_end))
+        {
             let from = bytes.start.max(start) - start;
             self.hasher.update(&piece[from as usize..(bytes.end.min(end) - start) as usize]);
             if bytes.end > end {
                 return;
             }
-            let (index, _) = self.left.next().expect("it was peeked at");
-            self.finished.push((index, self.hasher.finalize().into()));
+            if !bytes.is_empty() {
+                self.finished.push((self.next, self.hasher.finalize().into()));
+            }
             self.hasher.reset();
+            self.next += 1;
         }
     }
 }
