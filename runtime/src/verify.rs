@@ -2,28 +2,22 @@
 
 use crate::Error;
 use formats::checkpoint::{Checkpoint, RankShard};
+use formats::manifest::{B3SUMS_FILE, MANIFEST_FILE};
 use formats::{Digest, Error as FormatError};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Checks all rank files chunk by chunk, on all cores, and the files beside them.
+/// Checks all rank files chunk by chunk, on all cores, the files beside them, and the top manifest by the line of B3SUMS.
 ///
 /// # Errors
-/// The first damaged chunk, naming rank, chunk and tensors; or the file beside that changed.
+/// The first damaged chunk, naming rank, chunk and tensors; or the other file that changed.
 pub fn verify(checkpoint: &Checkpoint) -> Result<(), Error> {
     let manifest = checkpoint.manifest();
     for side in &manifest.files {
-        let path = checkpoint.dir().join(&side.file);
-        let bytes = std::fs::read(&path).map_err(|e| Error::File {
-            path: path.clone(),
-            why: format!("cannot read: {e}; convert the model again"),
-        })?;
-        let found = Digest::of(&bytes);
-        if found != side.blake3 {
-            let (file, expected) = (path.display().to_string(), side.blake3.to_string());
-            return Err(FormatError::Digest { file, expected, found: found.to_string() }.into());
-        }
+        check_file(&checkpoint.dir().join(&side.file), &side.blake3.to_string())?;
     }
+    check_file(&checkpoint.dir().join(MANIFEST_FILE), &manifest_digest(checkpoint)?)?;
     let shards = (0..manifest.ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
     let chunks: Vec<(&RankShard, usize)> = shards
         .iter()
@@ -49,6 +43,32 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<(), Error> {
         Some((_, error)) => Err(error.into()),
         None => Ok(()),
     }
+}
+
+/// The digest of the top manifest, which no manifest can hold.
+fn manifest_digest(checkpoint: &Checkpoint) -> Result<String, Error> {
+    let path = checkpoint.dir().join(B3SUMS_FILE);
+    let sums = String::from_utf8_lossy(&read(&path)?).into_owned();
+    let line = sums.lines().find_map(|line| line.strip_suffix(MANIFEST_FILE)?.strip_suffix("  "));
+    line.map(str::to_owned).ok_or_else(|| {
+        let why = format!("no line for {MANIFEST_FILE}; copy or convert it again");
+        Error::File { path, why }
+    })
+}
+
+fn check_file(path: &Path, expected: &str) -> Result<(), Error> {
+    let found = Digest::of(&read(path)?).to_string();
+    if found == expected {
+        return Ok(());
+    }
+    Err(FormatError::Digest { file: path.display().to_string(), expected: expected.to_owned(), found }.into())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
+    std::fs::read(path).map_err(|e| {
+        let why = format!("cannot read: {e}; copy or convert it again");
+        Error::File { path: path.to_owned(), why }
+    })
 }
 
 fn claim<'a, T>(next: &AtomicUsize, items: &'a [T]) -> Option<(usize, &'a T)> {

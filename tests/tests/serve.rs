@@ -238,6 +238,38 @@ fn a_flipped_byte_keeps_serve_verify_from_starting() {
 }
 
 #[test]
+fn verify_covers_every_file_of_the_checkpoint() {
+    let temp = TempDir::new().unwrap();
+    let dir = bundled().convert(temp.path(), 2);
+    let generate = || {
+        let mut command = Command::new(program("shardrun"));
+        command.arg("generate").arg(&dir).args(["--verify", "--prompt", "x", "--max-tokens", "1"]);
+        command
+    };
+    tests::success(&mut generate());
+    // Still valid JSON with every field in range, and another model.
+    let path = dir.join("checkpoint.json");
+    let good = std::fs::read_to_string(&path).unwrap();
+    let changed = good.replace("\"softmax_scale\": 0.0625", "\"softmax_scale\": 0.0725");
+    assert_ne!(good, changed);
+    std::fs::write(&path, changed).unwrap();
+    assert!(failure(&mut generate(), 2).contains("checkpoint.json: digest"));
+    std::fs::write(&path, good).unwrap();
+    for name in tests::listing(&dir).into_keys() {
+        let path = dir.join(&name);
+        let good = std::fs::read(&path).unwrap();
+        let mut bytes = good.clone();
+        bytes[good.len() / 2] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        // Of B3SUMS one line counts; a checkpoint without a readable top manifest does not open at all.
+        if name != "B3SUMS" {
+            failure(&mut generate(), 2);
+        }
+        std::fs::write(&path, good).unwrap();
+    }
+}
+
+#[test]
 fn generate_prints_the_answer() {
     let temp = TempDir::new().unwrap();
     let dir = bundled().convert(temp.path(), 3);
