@@ -40,6 +40,15 @@ pub struct Extracted {
 /// # Errors
 /// [`Error::NoSuchTensor`] with the closest names, or an error naming the file and what is wrong with it.
 pub fn extract(input: &Path, name: &str, out: &Path, existing: Existing) -> Result<Extracted, Error> {
+    if let (Ok(from), Ok(to)) = (input.canonicalize(), out.canonicalize())
+        && from == to
+    {
+        return Err(Error::io(
+            out,
+            "cannot write",
+            std::io::Error::other("it is the input; name another output"),
+        ));
+    }
     if input.is_dir() {
         let checkpoint = Checkpoint::open(input)?;
         let ranks = (0..checkpoint.manifest().ranks)

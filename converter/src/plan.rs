@@ -329,6 +329,11 @@ impl Planner<'_> {
                     format!("one of {scaled}; convert the original model again without NVFP4 scale tensors"),
                 ));
             }
+            if let Some(expected) = self.contradiction(&info.name) {
+                let found =
+                    "it as well, and leaving it out would change the model; convert the original model again";
+                return Err(Error::tensor(&self.set.parts()[part].path, &info.name, expected, found));
+            }
             match self.reason(&info.name) {
                 Some(reason) => skipped.push(Skipped { tensor: info.name.clone(), reason }),
                 None => unknown.push((part, &info.name)),
@@ -349,6 +354,39 @@ impl Planner<'_> {
             })),
         }
         Ok(skipped)
+    }
+
+    /// What a layer has instead of a tensor that cannot be beside it; `None` for other tensors.
+    fn contradiction(&self, name: &str) -> Option<String> {
+        let TensorName::Layer(LayerIdx(layer), role) = TensorName::from_gguf(name)? else { return None };
+        if self.model.unused_mtp.as_ref().is_some_and(|(layers, _)| layers.contains(&layer)) {
+            return None;
+        }
+        let ffn = self.model.config.all_layers().nth(layer)?.ffn;
+        Some(match role {
+            _ if role.is_indexer() || role.is_mtp() => return None,
+            LayerRole::QProj => format!("attn_q_a and attn_q_b alone in layer {layer}, for its queries"),
+            LayerRole::QAProj | LayerRole::QALayernorm | LayerRole::QBProj => {
+                format!("attn_q alone in layer {layer}, for its queries")
+            }
+            LayerRole::AttnKB | LayerRole::AttnVB => {
+                format!("both halves of kv_b in layer {layer}, or attn_kv_b alone")
+            }
+            LayerRole::ExpertsGateUpProj => format!("gate and up projections alone in layer {layer}"),
+            LayerRole::SharedExpertsGateProj
+            | LayerRole::SharedExpertsUpProj
+            | LayerRole::SharedExpertsDownProj
+                if matches!(ffn, FfnConfig::Moe { .. }) =>
+            {
+                format!("no shared experts in layer {layer}, because expert_shared_count is 0")
+            }
+            _ => match ffn {
+                FfnConfig::Dense { .. } => format!("the tensors of a dense layer in layer {layer}"),
+                FfnConfig::Moe { .. } => {
+                    format!("the tensors of a mixture-of-experts layer in layer {layer}")
+                }
+            },
+        })
     }
 
     /// Why a tensor that no native tensor is made from is not needed; `None` when nothing is known of it.
@@ -382,18 +420,7 @@ impl Planner<'_> {
                 ),
             },
             _ if role.is_mtp() => format!("layer {layer} is no multi-token-prediction layer"),
-            LayerRole::QProj => format!("the queries of layer {layer} are made by attn_q_a and attn_q_b"),
-            LayerRole::QAProj | LayerRole::QALayernorm | LayerRole::QBProj => {
-                format!("the queries of layer {layer} are made by attn_q")
-            }
-            LayerRole::AttnKB | LayerRole::AttnVB => {
-                format!("layer {layer} has a joined attn_kv_b and no whole pair of halves")
-            }
-            LayerRole::ExpertsGateUpProj => format!("layer {layer} has gate and up projections of their own"),
-            _ => match layer_config.ffn {
-                FfnConfig::Dense { .. } => format!("layer {layer} is a dense layer"),
-                FfnConfig::Moe { .. } => format!("layer {layer} is a mixture-of-experts layer"),
-            },
+            _ => return None,
         };
         Some(reason)
     }

@@ -105,7 +105,8 @@ pub enum Existing {
 impl NewFile {
     pub(crate) fn create(path: &Path, existing: Existing) -> Result<(Self, File), Error> {
         let (parent, name) = parent_and_name(path)?;
-        if existing == Existing::Refuse || path.is_dir() {
+        // A directory or a device is nothing to replace.
+        if existing == Existing::Refuse || !path.is_file() {
             refuse_existing(path)?;
         }
         let partial = parent.join(format!("{name}{PARTIAL}"));

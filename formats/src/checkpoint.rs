@@ -2,7 +2,7 @@
 
 use crate::digest::chunk_digest;
 use crate::manifest::{Layout, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, RankManifest, TensorEntry};
-use crate::map::MappedFile;
+use crate::map::{MappedFile, open_regular};
 use crate::{Digest, Error, TensorView};
 use bytes::Bytes;
 use std::collections::HashMap;
@@ -91,6 +91,17 @@ impl Checkpoint {
             .in_file(&path));
         }
         Ok(manifest)
+    }
+
+    /// Every rank's manifest, held against each other: the same tensors everywhere, whose parts make up the whole.
+    ///
+    /// # Errors
+    /// An error naming the file and the field or tensor.
+    pub fn rank_manifests(&self) -> Result<Vec<RankManifest>, Error> {
+        let manifests =
+            (0..self.manifest.ranks).map(|rank| self.rank_manifest(rank)).collect::<Result<Vec<_>, _>>()?;
+        self.manifest.check_ranks(&manifests).map_err(|e| e.in_file(&self.dir))?;
+        Ok(manifests)
     }
 
     /// Maps a rank's weights. Sizes and places are checked; the bytes themselves are not read.
@@ -227,7 +238,7 @@ impl RankShard {
 /// A small file, whole.
 fn read_capped(path: &Path) -> Result<Vec<u8>, Error> {
     let io = |source| Error::io(path, "cannot read", source);
-    let file = std::fs::File::open(path).map_err(|source| Error::io(path, "cannot open", source))?;
+    let file = open_regular(path)?;
     let mut bytes = Vec::new();
     file.take(MAX_MANIFEST_BYTES + 1).read_to_end(&mut bytes).map_err(io)?;
     if bytes.len() as u64 > MAX_MANIFEST_BYTES {

@@ -205,8 +205,18 @@ impl ModelConfig {
         ] {
             positive(field, value)?;
         }
-        check("rms_norm_eps", self.rms_norm_eps >= 0.0, "a number >= 0", self.rms_norm_eps)?;
-        check("attention.softmax_scale", a.softmax_scale > 0.0, "a number > 0", a.softmax_scale)?;
+        check(
+            "rms_norm_eps",
+            self.rms_norm_eps >= 0.0 && self.rms_norm_eps < 1.0,
+            "0 to 1",
+            self.rms_norm_eps,
+        )?;
+        check(
+            "attention.softmax_scale",
+            positive_finite(a.softmax_scale),
+            "a finite number > 0",
+            a.softmax_scale,
+        )?;
         let pairs = a.qk_rope_head_dim / 2;
         check(
             "attention.qk_rope_head_dim",
@@ -228,8 +238,8 @@ impl ModelConfig {
         )?;
         check(
             "rope.attention_scaling",
-            self.rope.attention_scaling > 0.0,
-            "a number > 0",
+            positive_finite(self.rope.attention_scaling),
+            "a finite number > 0",
             self.rope.attention_scaling,
         )?;
         let layers = self.layers.len() + self.mtp_layers.len();
@@ -247,7 +257,12 @@ impl ModelConfig {
                 "at least qk_rope_head_dim",
                 indexer.index_head_dim,
             )?;
-            check("indexer.k_norm_eps", indexer.k_norm_eps >= 0.0, "a number >= 0", indexer.k_norm_eps)?;
+            check(
+                "indexer.k_norm_eps",
+                indexer.k_norm_eps >= 0.0 && indexer.k_norm_eps < 1.0,
+                "0 to 1",
+                indexer.k_norm_eps,
+            )?;
         }
         for (layer, config) in self.layers.iter().chain(&self.mtp_layers).enumerate() {
             config.validate(layer, self)?;
@@ -287,6 +302,8 @@ impl MoeConfig {
             &format!("at most the {eligible} eligible experts"),
             self.num_experts_per_tok,
         )?;
+        let floor = r.norm_topk_floor.unwrap_or(0.0);
+        check("moe.router.norm_topk_floor", (0.0..1.0).contains(&floor), "0 to 1", floor)?;
         check(
             "moe.router.routed_scaling_factor",
             r.routed_scaling_factor.is_finite(),
@@ -321,6 +338,10 @@ impl LayerConfig {
             "none",
         )
     }
+}
+
+fn positive_finite(value: f32) -> bool {
+    value > 0.0 && value.is_finite()
 }
 
 fn positive(field: &str, value: usize) -> Result<(), Error> {

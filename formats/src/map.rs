@@ -19,12 +19,7 @@ impl MappedFile {
     /// # Errors
     /// [`Error::Io`] naming the file and what was tried.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        let file = File::open(path).map_err(|source| Error::io(path, "cannot open", source))?;
-        let metadata = file.metadata().map_err(|source| Error::io(path, "cannot read its size", source))?;
-        if !metadata.is_file() {
-            let kind = if metadata.is_dir() { "is a directory" } else { "is not a regular file" };
-            return Err(Error::io(path, "cannot map", std::io::Error::other(format!("it {kind}"))));
-        }
+        let file = open_regular(path)?;
         // SAFETY: the bytes are only ever read, as plain u8 of which every pattern is valid. A program that shortens the
         // file meanwhile makes reads fault; digests in the manifests are how changed bytes are found.
         let map =
@@ -39,6 +34,19 @@ impl MappedFile {
     pub fn bytes(path: &Path) -> Result<Bytes, Error> {
         Self::open(path).map(Bytes::from_owner)
     }
+}
+
+/// Opens a regular file. Anything else is refused before it is opened: opening a pipe would wait for its other end.
+///
+/// # Errors
+/// [`Error::Io`] naming the file and what it is.
+pub fn open_regular(path: &Path) -> Result<File, Error> {
+    let metadata = std::fs::metadata(path).map_err(|source| Error::io(path, "cannot open", source))?;
+    if !metadata.is_file() {
+        let kind = if metadata.is_dir() { "is a directory" } else { "is not a regular file" };
+        return Err(Error::io(path, "cannot open", std::io::Error::other(format!("it {kind}"))));
+    }
+    File::open(path).map_err(|source| Error::io(path, "cannot open", source))
 }
 
 impl AsRef<[u8]> for MappedFile {

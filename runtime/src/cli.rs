@@ -158,7 +158,7 @@ impl EngineArgs {
 #[derive(Debug, Args)]
 struct DeviceArgs {
     /// Worker threads over all ranks [default: one for each core]
-    #[arg(long, env = "SHARDRUN_THREADS", value_name = "N", value_parser = at_least_one)]
+    #[arg(long, env = "SHARDRUN_THREADS", value_name = "N", value_parser = thread_count)]
     threads: Option<usize>,
     /// Compute with the slow arithmetic that everything is tested against
     #[arg(long, env = "SHARDRUN_PRECISE", value_parser = FalseyValueParser::new())]
@@ -169,6 +169,12 @@ impl DeviceArgs {
     fn arithmetic(&self) -> Arithmetic {
         if self.precise { Arithmetic::Reference } else { Arithmetic::Fast }
     }
+}
+
+/// More threads than this are a slip of the hand.
+fn thread_count(text: &str) -> Result<usize, String> {
+    const MOST: usize = 1024;
+    at_least_one(text).and_then(|n| if n <= MOST { Ok(n) } else { Err(format!("expected at most {MOST}")) })
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

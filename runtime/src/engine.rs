@@ -423,6 +423,14 @@ impl Worker {
                 continue;
             }
             let row = rows.next().expect("a row of logits for every sampled sequence");
+            if let Some(fault) = not_numbers(row) {
+                scheduler.remove(part.id);
+                if let Some(client) = clients.remove(&part.id) {
+                    // The client may have gone at the same moment.
+                    let _ = client.events.send(Event::Failed(fault));
+                }
+                continue;
+            }
             let client = clients.get_mut(&part.id).expect("every sequence has its client");
             let token = client.sampler.sample(row);
             if client.stop_token_ids.contains(&token) {
@@ -438,6 +446,16 @@ impl Worker {
         }
         Ok(())
     }
+}
+
+/// What to say of logits that no token can be drawn from: weights that are no numbers make them, and a sampler would answer
+/// with whatever token comes first.
+pub fn not_numbers(logits: &[f32]) -> Option<String> {
+    let at = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY)?;
+    Some(format!(
+        "the model's logits are no finite numbers (token {at}: {}), so the checkpoint's weights are damaged: `shardmill verify` it with its source",
+        logits[at]
+    ))
 }
 
 fn finish(scheduler: &mut Scheduler, clients: &mut HashMap<SeqId, Client>, id: SeqId, reason: FinishReason) {

@@ -2,7 +2,7 @@
 
 use crate::Error;
 use crate::batch::Logits as Rows;
-use crate::engine::{Arithmetic, EngineOptions};
+use crate::engine::{Arithmetic, EngineOptions, not_numbers};
 use crate::kv_cache::BlockPool;
 use crate::model::Limits;
 use crate::rank::RankGroup;
@@ -94,6 +94,9 @@ impl LogitsRunner {
             let rows = if wanted > 0 { Rows::All } else { Rows::None };
             let step = self.group.step(|batch| batch.push(part, cached, &self.blocks, rows));
             let logits = step.map_err(|e| Error::Stopped(e.to_string()))?;
+            if let Some(fault) = not_numbers(logits) {
+                return Err(Error::Stopped(fault));
+            }
             values.extend_from_slice(&logits[logits.len() - wanted * vocab_size..]);
         }
         Ok(Logits { values, positions: kept, vocab_size })

@@ -55,6 +55,7 @@ impl RankGroup {
         let ranks = manifest.ranks;
         let threads = threads_per_rank(options.threads, ranks);
         let config = Arc::new(manifest.model.clone());
+        checkpoint.rank_manifests()?;
         let shards = (0..ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
         let (ready_tx, ready) = sync_channel(ranks);
         let (results_tx, results) = sync_channel(ranks);

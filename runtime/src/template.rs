@@ -17,6 +17,8 @@ use std::path::Path;
 
 /// The file's name in a checkpoint, and the template's in messages.
 const FILE: &str = "chat_template.jinja";
+/// Instructions of one rendering: a few hundred for each message, and an end to loops that a file only means to waste time with.
+const FUEL: u64 = 50_000_000;
 
 /// A compiled chat template.
 #[derive(Debug)]
@@ -86,6 +88,7 @@ impl ChatTemplate {
             ));
         }
         let mut environment = Environment::new();
+        environment.set_fuel(Some(FUEL));
         let syntax = SyntaxConfig::builder()
             .trim_blocks(true)
             .lstrip_blocks(true)

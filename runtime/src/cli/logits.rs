@@ -40,6 +40,7 @@ pub(super) struct Logits {
 impl Logits {
     pub(super) fn run(self) -> Result<ExitCode, Error> {
         let tokens = read_tokens(&self.tokens)?;
+        check_out(&self.out, &self.tokens)?;
         let options = LogitsOptions {
             arithmetic: self.device.arithmetic(),
             threads: self.device.threads,
@@ -73,6 +74,18 @@ fn read_tokens(path: &Path) -> Result<Vec<u32>, Error> {
             id.ok_or_else(|| fault(format!("entry {at} is {}", ids[at])))
         })
         .collect()
+}
+
+/// An output that would replace the input, or something that is no file, is a slip of the hand.
+fn check_out(out: &Path, tokens: &Path) -> Result<(), Error> {
+    let refuse = |why: &str| Err(Error::Usage(format!("--out {}: {why}; name another file", out.display())));
+    if out.exists() && !out.is_file() {
+        return refuse("it is no regular file");
+    }
+    match (out.canonicalize(), tokens.canonicalize()) {
+        (Ok(out), Ok(tokens)) if out == tokens => refuse("it is the file of --tokens"),
+        _ => Ok(()),
+    }
 }
 
 /// Writes a sibling first, so that a file of this name is a whole one.
