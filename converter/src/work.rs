@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Each worker owns one chunk's buffer, so this many keep the program below 1 GiB.
-const MAX_THREADS: usize = 48;
+pub(crate) const MAX_THREADS: usize = 48;
 
 /// How work is to be done.
 #[derive(Clone, Debug)]
