@@ -201,11 +201,12 @@ impl Cli {
         match self.command {
             Command::Plan { input, html, force, json } => {
                 let (set, plan) = input.plan()?;
-                let mut text = plan.text();
-                if let Some(html) = &html {
-                    text = write_page(html, &plan.html(&set), force)?;
-                }
-                print(&if json { to_json(&plan.report()) } else { text })?;
+                let written = html.map(|html| write_page(&html, &plan.html(&set), force)).transpose()?;
+                print(&match (json, written) {
+                    (true, _) => to_json(&plan.report()),
+                    (false, Some(written)) => written,
+                    (false, None) => plan.text(),
+                })?;
             }
             Command::Convert { input, out, threads, quiet, json } => {
                 let (set, plan) = input.plan()?;

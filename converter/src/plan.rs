@@ -8,6 +8,7 @@ mod report;
 pub use layout::{Placed, RankLayout};
 pub(crate) use layout::{safetensors_dtype, safetensors_shape};
 pub use report::PlanReport;
+pub(crate) use report::words;
 
 use crate::arch::Model;
 use crate::chunks::PIECE_BYTES;
@@ -201,12 +202,15 @@ impl Plan {
         const PROGRAM: u64 = 24 << 20;
         /// The vocabulary is held parsed, looked up by text, and as the JSON that is written.
         const COPIES_OF_HEADER: u64 = 12;
-        /// A tensor's place and its entry in a manifest.
-        const BYTES_PER_ENTRY: u64 = 1024;
+        /// A tensor's place and digest on one rank.
+        const BYTES_PER_ENTRY: u64 = 128;
+        /// An entry of the one manifest that is being written, as data and as JSON.
+        const BYTES_PER_WRITTEN: u64 = 4096;
         let attention = &self.model.config.attention;
         let head = (attention.qk_nope_head_dim + attention.v_head_dim) * attention.kv_lora_rank;
         let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
-        let base = PROGRAM + self.source_header_bytes * COPIES_OF_HEADER + entries;
+        let written = self.tensors.len() as u64 * BYTES_PER_WRITTEN;
+        let base = PROGRAM + self.source_header_bytes * COPIES_OF_HEADER + entries + written;
         // A piece of a file, its values in f32, and a head of kv_b_proj: decoded, transposed, and rounded twice.
         let per_thread = PIECE_BYTES + PIECE * 4 + head as u64 * (4 + 4 + 2 + 2);
         PeakMemory { base, per_thread, most: base + per_thread * MAX_THREADS as u64 }

@@ -7,6 +7,7 @@ use super::groups::{Group, GroupBytes};
 use super::report::{some_names, spread};
 use crate::error::human_bytes;
 use crate::table::Align;
+use crate::work::MAX_THREADS;
 use formats::config::{FfnConfig, IndexerRole};
 use formats::gguf::GgufSet;
 use formats::manifest::ExpertCut;
@@ -83,11 +84,7 @@ impl Plan {
         tile(page, &format!("{:.1} %", self.imbalance() * 100.0), even);
         tile(page, &human_bytes(self.source_bytes), &format!("source, {}", count(parts.len(), "file")));
         tile(page, &human_bytes(self.disk_bytes()), "disk needed");
-        tile(
-            page,
-            &human_bytes(memory.most),
-            &format!("memory at most; {} for each thread", human_bytes(memory.per_thread)),
-        );
+        tile(page, &human_bytes(memory.most), &format!("memory at most, with {MAX_THREADS} threads"));
         page.push_str("</div>\n<h2>Model</h2>\n");
         let _ = writeln!(
             page,
@@ -143,7 +140,7 @@ impl Plan {
         facts.extend(shared_width.map(|width| ("shared width", width)));
         if let Some(indexer) = &config.indexer {
             let own = config.layers.iter().filter(|layer| layer.indexer == Some(IndexerRole::Full)).count();
-            facts.push(("indexers", format!("{own} of {} heads", indexer.index_n_heads)));
+            facts.push(("indexers", format!("{own}, {} heads each", indexer.index_n_heads)));
         }
         facts
     }
@@ -290,7 +287,7 @@ impl Plan {
 
 /// A row for each run of ranks that hold the same.
 fn per_rank(page: &mut String, ranks: &[GroupBytes]) {
-    page.push_str("<div class=\"card\"><table>\n");
+    page.push_str("<div class=\"card wide\"><table>\n");
     let groups = shown(ranks);
     let mut columns = vec![("ranks", Align::Left)];
     columns.extend(groups.iter().map(|group| (group.label(), Align::Right)));

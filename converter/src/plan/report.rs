@@ -3,6 +3,7 @@
 use super::{AxisCut, CutBy, PeakMemory, Plan, Planned};
 use crate::error::human_bytes;
 use crate::table::{Align, table};
+use crate::work::MAX_THREADS;
 use formats::manifest::{ExpertCut, Shard, Skipped, TransformKind, rank_file_name};
 use formats::{Dtype, ModelConfig, Shape, TensorName};
 use serde::Serialize;
@@ -179,7 +180,7 @@ impl Plan {
     pub(super) fn memory_text(&self) -> String {
         let PeakMemory { base, per_thread, most } = self.peak_memory();
         format!(
-            "at most {} and {} for each thread, {} in all on a large machine",
+            "at most {} and {} for each thread, {} with {MAX_THREADS}, the most there are",
             human_bytes(base),
             human_bytes(per_thread),
             human_bytes(most)
@@ -207,7 +208,7 @@ impl Plan {
                 role(tensor),
                 from(tensor),
                 tensor.dtype().to_string(),
-                transform(tensor).to_owned(),
+                words(tensor.transform.kind()).to_owned(),
                 cut(tensor.cut.as_ref()),
             ];
             let index = alike.iter().position(|alike| alike.key == key).unwrap_or_else(|| {
@@ -292,8 +293,9 @@ fn from(tensor: &Planned) -> String {
     types.join(" + ")
 }
 
-fn transform(tensor: &Planned) -> &'static str {
-    match tensor.transform.kind() {
+/// A transform in words.
+pub(crate) fn words(kind: TransformKind) -> &'static str {
+    match kind {
         TransformKind::Copy => "copy",
         TransformKind::Dequantize => "dequantize",
         TransformKind::JoinKvB => "join kv_b",
