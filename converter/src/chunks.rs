@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// Pieces of this many bytes stay in a core's own cache between being read, hashed and written.
-const PIECE_BYTES: u64 = 1 << 20;
+pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
 /// The pieces of chunk `chunk` of a file of `len` bytes.
 pub(crate) fn pieces(chunk: u64, len: u64) -> impl Iterator<Item = Range<u64>> {

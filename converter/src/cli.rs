@@ -4,18 +4,20 @@ use crate::execute;
 use crate::extract::extract;
 use crate::inspect::inspect;
 use crate::plan::{Options, Plan, UnknownTensors};
+use crate::reference;
 use crate::side_files::side_files;
 use crate::verify::{self, verify};
 use crate::work::{Control, Progress};
-use crate::writer::Existing;
+use crate::writer::{Existing, NewFile};
 use crate::{Error, error::human_bytes};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use formats::gguf::GgufSet;
 use formats::manifest::{ExpertCut, MAX_RANKS};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -39,10 +41,18 @@ Exit codes: 0 done, 1 the check failed (verify), 2 bad input or usage, 130 inter
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Shows what `convert` would do, without reading more than the headers.
-    #[command(after_help = "Example:\n  shardmill plan model.gguf --ranks 4 --experts expert")]
+    #[command(
+        after_help = "Examples:\n  shardmill plan model.gguf --ranks 4 --experts expert\n  shardmill plan model.gguf --html plan.html"
+    )]
     Plan {
         #[command(flatten)]
         input: Input,
+        /// Write the plan as an HTML page to this file, for a browser.
+        #[arg(long, value_name = "FILE")]
+        html: Option<PathBuf>,
+        /// Replace an HTML file that exists.
+        #[arg(long, requires = "html")]
+        force: bool,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -116,6 +126,18 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Prints the completions of a shell.
+    #[command(after_help = "Example:\n  shardmill completions bash > /etc/bash_completion.d/shardmill")]
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Writes the manual pages, one for each command, to a directory.
+    #[command(after_help = "Example:\n  shardmill man /usr/local/share/man/man1")]
+    Man {
+        /// The directory; made if it is not there. Pages of the same names are replaced.
+        dir: PathBuf,
+    },
 }
 
 #[derive(Args, Debug)]
@@ -177,9 +199,14 @@ impl Cli {
             Control::new(threads.map(usize::from), interrupt, progress)
         };
         match self.command {
-            Command::Plan { input, json } => {
-                let (_, plan) = input.plan()?;
-                print(&if json { to_json(&plan.report()) } else { plan.text() })?;
+            Command::Plan { input, html, force, json } => {
+                let (set, plan) = input.plan()?;
+                let written = html.map(|html| write_page(&html, &plan.html(&set), force)).transpose()?;
+                print(&match (json, written) {
+                    (true, _) => to_json(&plan.report()),
+                    (false, Some(written)) => written,
+                    (false, None) => plan.text(),
+                })?;
             }
             Command::Convert { input, out, threads, quiet, json } => {
                 let (set, plan) = input.plan()?;
@@ -206,6 +233,14 @@ impl Cli {
                 let found = inspect(&path, tensor.as_deref())?;
                 print(&if json { to_json(&found.json) } else { found.text })?;
             }
+            Command::Completions { shell } => write_stdout(&reference::completions(shell))?,
+            Command::Man { dir } => {
+                let count = reference::man_pages(&dir)?;
+                print(&format!(
+                    "{}: {count} pages; read them with `man -l {0}/shardmill.1`\n",
+                    dir.display()
+                ))?;
+            }
             Command::Extract { input, tensor, out, force, json } => {
                 let existing = if force { Existing::Replace } else { Existing::Refuse };
                 let written = extract(&input, &tensor, &out, existing)?;
@@ -225,6 +260,16 @@ impl Cli {
         }
         Ok(Outcome::Done)
     }
+}
+
+/// Writes the page beside its name first, and says what was written.
+fn write_page(path: &Path, page: &str, force: bool) -> Result<String, Error> {
+    let existing = if force { Existing::Replace } else { Existing::Refuse };
+    let (new, mut file) = NewFile::create(path, existing)?;
+    let action = || format!("cannot write {} bytes", page.len());
+    file.write_all(page.as_bytes()).map_err(|e| Error::io(new.partial(), action(), e))?;
+    new.commit(&file)?;
+    Ok(format!("{}: {}, open it in a browser\n", path.display(), human_bytes(page.len() as u64)))
 }
 
 fn summary_text(summary: &execute::Summary) -> String {
@@ -299,9 +344,12 @@ fn to_json(value: &impl Serialize) -> String {
 
 /// Prints to stdout, control characters of names in files escaped; a reader that has seen enough is no error.
 fn print(text: &str) -> Result<(), Error> {
-    let text = escaped(text, Some('\n'));
+    write_stdout(escaped(text, Some('\n')).as_bytes())
+}
+
+fn write_stdout(bytes: &[u8]) -> Result<(), Error> {
     let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
             Err(Error::Io { path: "stdout".into(), action: "cannot write".to_owned(), source: e })
         }

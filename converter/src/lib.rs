@@ -12,6 +12,7 @@ pub mod inspect;
 mod native;
 pub mod partition;
 pub mod plan;
+mod reference;
 pub mod side_files;
 mod similar;
 mod table;

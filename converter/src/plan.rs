@@ -1,16 +1,21 @@
 //! The plan of a conversion: a pure function of the files' headers, the model and the options.
 
+mod groups;
+mod html;
 mod layout;
 mod report;
 
 pub use layout::{Placed, RankLayout};
 pub(crate) use layout::{safetensors_dtype, safetensors_shape};
 pub use report::PlanReport;
+pub(crate) use report::words;
 
 use crate::arch::Model;
+use crate::chunks::PIECE_BYTES;
 use crate::native::{self, Cut, NativeTensor, Need, Part, Stored};
 use crate::partition::{Partition, head_unit};
-use crate::transform::{Half, HeadDims, KvB, Region, SourceTensor, Transform};
+use crate::transform::{Half, HeadDims, KvB, PIECE, Region, SourceTensor, Transform};
+use crate::work::MAX_THREADS;
 use crate::{Error, arch};
 use formats::config::{FfnConfig, IndexerRole};
 use formats::gguf::GgufSet;
@@ -55,6 +60,19 @@ pub struct Plan {
     pub layouts: Vec<RankLayout>,
     /// Bytes of the source's files.
     pub source_bytes: u64,
+    /// Bytes of them that are header: metadata, vocabulary and the list of tensors.
+    pub source_header_bytes: u64,
+}
+
+/// Memory that a conversion takes at most; mapped files are not counted, their pages can be dropped at any time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct PeakMemory {
+    /// Bytes for headers, vocabulary, plan and manifests.
+    pub base: u64,
+    /// Bytes for each thread.
+    pub per_thread: u64,
+    /// Bytes with as many threads as a conversion ever has.
+    pub most: u64,
 }
 
 /// One native tensor.
@@ -157,7 +175,16 @@ impl Plan {
         parts.sort_by_key(|(part, _)| *part);
         let tensors: Vec<Planned> = parts.into_iter().map(|(_, planned)| planned).collect();
         let layouts = (0..options.ranks).map(|rank| RankLayout::new(&tensors, rank, options.ranks)).collect();
-        Ok(Self { model, options, tensors, skipped, layouts, source_bytes: set.total_len() })
+        let source_header_bytes = set.parts().iter().map(|part| part.file.data_start).sum();
+        Ok(Self {
+            model,
+            options,
+            tensors,
+            skipped,
+            layouts,
+            source_bytes: set.total_len(),
+            source_header_bytes,
+        })
     }
 
     /// Bytes of all rank files and an upper bound for the manifests beside them.
@@ -167,6 +194,26 @@ impl Plan {
         let files: u64 = self.layouts.iter().map(|layout| layout.bytes).sum();
         let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
         files + entries + files / formats::digest::CHUNK_BYTES * BYTES_PER_CHUNK
+    }
+
+    /// What a conversion takes at most.
+    pub fn peak_memory(&self) -> PeakMemory {
+        /// The program itself, its stacks and what its allocator keeps.
+        const PROGRAM: u64 = 24 << 20;
+        /// The vocabulary is held parsed, looked up by text, and as the JSON that is written.
+        const COPIES_OF_HEADER: u64 = 12;
+        /// A tensor's place and digest on one rank.
+        const BYTES_PER_ENTRY: u64 = 128;
+        /// An entry of the one manifest that is being written, as data and as JSON.
+        const BYTES_PER_WRITTEN: u64 = 4096;
+        let attention = &self.model.config.attention;
+        let head = (attention.qk_nope_head_dim + attention.v_head_dim) * attention.kv_lora_rank;
+        let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
+        let written = self.tensors.len() as u64 * BYTES_PER_WRITTEN;
+        let base = PROGRAM + self.source_header_bytes * COPIES_OF_HEADER + entries + written;
+        // A piece of a file, its values in f32, and a head of kv_b_proj: decoded, transposed, and rounded twice.
+        let per_thread = PIECE_BYTES + PIECE * 4 + head as u64 * (4 + 4 + 2 + 2);
+        PeakMemory { base, per_thread, most: base + per_thread * MAX_THREADS as u64 }
     }
 }
 

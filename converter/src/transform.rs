@@ -139,7 +139,7 @@ pub(crate) struct Scratch {
 }
 
 /// Elements that are dequantised at a time; a multiple of every block length.
-const PIECE: u64 = 1 << 16;
+pub(crate) const PIECE: u64 = 1 << 16;
 
 /// Writes bytes `from .. from + out.len()` of the region of `transform`'s result into `out`.
 ///

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Each worker owns one chunk's buffer, so this many keep the program below 1 GiB.
-const MAX_THREADS: usize = 48;
+pub(crate) const MAX_THREADS: usize = 48;
 
 /// How work is to be done.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub struct Control {
 pub enum Progress {
     /// Nothing.
     Quiet,
-    /// A bar where stderr is a terminal, otherwise a line every half minute.
+    /// A bar where stderr is a terminal, otherwise a line every half minute and one when a stage is done.
     Shown,
 }
 
@@ -154,10 +154,33 @@ impl Stage {
     }
 }
 
+impl Stage {
+    /// What is said of a stage that is done; `None` for one that was broken off.
+    fn last_line(&self) -> Option<String> {
+        let seconds = self.start.elapsed().as_secs_f64();
+        (self.done.load(Ordering::Relaxed) >= self.total).then(|| {
+            let per_second = self.total as f64 / seconds.max(1e-3);
+            format!(
+                "{}: {} in {seconds:.1} s, {:.2} GB/s",
+                self.name,
+                human_bytes(self.total),
+                per_second / 1e9
+            )
+        })
+    }
+}
+
 impl Drop for Stage {
     fn drop(&mut self) {
-        if let Shown::Bar(bar) = &self.shown {
-            bar.finish_and_clear();
+        match &self.shown {
+            Shown::Nothing => {}
+            Shown::Bar(bar) => bar.finish_and_clear(),
+            // An error is the only line of work that ends with one.
+            Shown::Lines(_) => {
+                if let Some(line) = self.last_line() {
+                    eprintln!("{line}");
+                }
+            }
         }
     }
 }
@@ -207,6 +230,11 @@ mod tests {
         let stage = Stage::new("converting", 4_000_000_000, Progress::Quiet);
         let line = stage.line(1_000_000_000);
         assert!(line.starts_with("converting: 1.00 GB of 4.00 GB, "), "{line}");
+        stage.advance(1_000_000_000);
+        assert_eq!(stage.last_line(), None);
+        stage.advance(3_000_000_000);
+        let line = stage.last_line().unwrap();
+        assert!(line.starts_with("converting: 4.00 GB in 0.0 s, "), "{line}");
     }
 
     #[test]

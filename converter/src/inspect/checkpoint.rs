@@ -4,6 +4,7 @@ use super::Inspection;
 use super::gguf::pairs;
 use crate::Error;
 use crate::error::human_bytes;
+use crate::plan::words;
 use crate::similar::{both_spellings, closest};
 use crate::table::{Align, table};
 use formats::checkpoint::Checkpoint;
@@ -107,7 +108,8 @@ fn whole(dir: &Path, manifest: &Manifest, ranks: &[RankManifest]) -> Inspection 
         })
         .collect();
     use Align::{Left, Right};
-    let columns = [("tensor", Left), ("type", Left), ("shape", Left), ("on rank 0", Left), ("size", Right)];
+    let columns =
+        [("tensor", Left), ("type", Left), ("shape", Left), ("on rank 0", Left), ("size there", Right)];
     text.push_str(&table(&columns, &rows));
     let report = Report {
         path: dir.display().to_string(),
@@ -133,7 +135,7 @@ fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Err
         ("GGUF name", report.gguf.clone().unwrap_or_default()),
         ("type", entry.dtype.to_string()),
         ("shape", entry.full_shape.to_string()),
-        ("made by", format!("{:?} from {}", entry.transform, entry.source.join(" and "))),
+        ("made by", format!("{} from {}", words(entry.transform), entry.source.join(" and "))),
     ]);
     text.push('\n');
     let rows: Vec<Vec<String>> = report

@@ -172,7 +172,7 @@ fn one(set: &GgufSet, name: &str) -> Result<Inspection, Error> {
             format!("{}: blocks of {} values in {} bytes", t.dtype, block_len, info.dtype.block_bytes()),
         ),
         ("shape", t.shape.to_string()),
-        ("bytes", format!("{} at {} of {}", t.bytes, t.offset, t.file)),
+        ("bytes", format!("{} from byte {} of {}", t.bytes, t.offset, t.file)),
         ("row", format!("{} bytes", details.row_bytes)),
         ("first values", format!("{:?}", details.first_values)),
     ];

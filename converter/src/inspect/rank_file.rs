@@ -59,11 +59,21 @@ pub(super) fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, E
         });
     };
     let text = pairs(&[
+        ("file", report.path.clone()),
+        ("rank", rank(&report)),
         ("native name", found.name.clone()),
         ("GGUF name", TensorName::from_native(&found.name).map(TensorName::gguf).unwrap_or_default()),
         ("type", found.dtype.clone()),
         ("shape", format!("{:?}", found.shape)),
-        ("bytes", format!("{}..{}", found.bytes.0, found.bytes.1)),
+        (
+            "bytes of the file",
+            format!(
+                "{}..{}, {}",
+                found.bytes.0,
+                found.bytes.1,
+                human_bytes(found.bytes.1.saturating_sub(found.bytes.0))
+            ),
+        ),
     ]);
     Ok(Inspection::new(text, found))
 }
@@ -105,14 +115,17 @@ fn read(path: &Path) -> Result<Report, Error> {
     Ok(Report { path: path.display().to_string(), bytes: bytes.len() as u64, data_start, metadata, tensors })
 }
 
-fn text(report: &Report) -> String {
-    let rank = match (report.metadata.get("rank"), report.metadata.get("ranks")) {
+fn rank(report: &Report) -> String {
+    match (report.metadata.get("rank"), report.metadata.get("ranks")) {
         (Some(rank), Some(ranks)) => format!("rank {rank} of {ranks}"),
         _ => "not a rank file of a checkpoint".to_owned(),
-    };
+    }
+}
+
+fn text(report: &Report) -> String {
     let mut text = pairs(&[
         ("file", report.path.clone()),
-        ("rank", rank),
+        ("rank", rank(report)),
         ("size", format!("{}, data from byte {}", human_bytes(report.bytes), report.data_start)),
         ("tensors", report.tensors.len().to_string()),
     ]);

@@ -1,8 +1,9 @@
 //! A plan for people (a table) and for programs (JSON).
 
-use super::{AxisCut, CutBy, Plan, Planned};
+use super::{AxisCut, CutBy, PeakMemory, Plan, Planned};
 use crate::error::human_bytes;
 use crate::table::{Align, table};
+use crate::work::MAX_THREADS;
 use formats::manifest::{ExpertCut, Shard, Skipped, TransformKind, rank_file_name};
 use formats::{Dtype, ModelConfig, Shape, TensorName};
 use serde::Serialize;
@@ -25,6 +26,8 @@ pub struct PlanReport<'a> {
     pub source_bytes: u64,
     /// Bytes that the checkpoint takes at most.
     pub disk_bytes: u64,
+    /// Memory that the conversion takes at most.
+    pub peak_memory: PeakMemory,
     /// How much larger the largest rank file is than the mean; 0 for an even cut.
     pub imbalance: f64,
     /// The rank files.
@@ -103,6 +106,7 @@ impl Plan {
             experts: self.options.experts,
             source_bytes: self.source_bytes,
             disk_bytes: self.disk_bytes(),
+            peak_memory: self.peak_memory(),
             imbalance: self.imbalance(),
             rank_files: self
                 .layouts
@@ -121,7 +125,6 @@ impl Plan {
     /// The plan as lines of text.
     pub fn text(&self) -> String {
         let config = &self.model.config;
-        let ranks = self.options.ranks;
         let mut text = String::new();
         let moe = config.moe.as_ref().map_or(String::new(), |moe| {
             format!(", {} experts ({} per token)", moe.n_routed_experts, moe.num_experts_per_tok)
@@ -130,7 +133,6 @@ impl Plan {
             0 => String::new(),
             n => format!(" + {n} MTP"),
         };
-        // Writing to a String cannot fail.
         let _ = writeln!(
             text,
             "{} ({}): {}{mtp} layers, hidden {}, {} heads{moe}, vocabulary {}\n",
@@ -141,78 +143,98 @@ impl Plan {
             config.attention.num_attention_heads,
             config.vocab_size,
         );
-        text.push_str(&self.tensor_table());
-        let sizes: Vec<u64> = self.layouts.iter().map(|layout| layout.bytes).collect();
-        let (least, most) =
-            (sizes.iter().min().copied().unwrap_or(0), sizes.iter().max().copied().unwrap_or(0));
-        let _ = if least == most {
-            writeln!(text, "\n{ranks} rank files of {} each: an even cut", human_bytes(most))
-        } else {
-            writeln!(
-                text,
-                "\n{ranks} rank files of {} to {}: the largest is {:.1} % above the mean",
-                human_bytes(least),
-                human_bytes(most),
-                self.imbalance() * 100.0
-            )
-        };
+        let (columns, rows) = self.role_rows();
+        text.push_str(&table(&columns, &rows));
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "\n{}", self.cut_text());
         let _ = writeln!(
             text,
             "disk needed: {} (the source is {})",
             human_bytes(self.disk_bytes()),
             human_bytes(self.source_bytes)
         );
+        let _ = writeln!(text, "memory needed: {}", self.memory_text());
         text.push_str(&self.skipped_text());
         text
     }
 
-    fn imbalance(&self) -> f64 {
+    /// How even the rank files are.
+    pub(super) fn cut_text(&self) -> String {
+        let ranks = self.options.ranks;
+        let sizes = || self.layouts.iter().map(|layout| layout.bytes);
+        let (least, most) = (sizes().min().unwrap_or(0), sizes().max().unwrap_or(0));
+        if ranks == 1 {
+            return format!("1 rank file of {}", human_bytes(most));
+        }
+        if least == most {
+            return format!("{ranks} rank files of {} each: an even cut", human_bytes(most));
+        }
+        format!(
+            "{ranks} rank files of {} to {}: the largest is {:.1} % above the mean",
+            human_bytes(least),
+            human_bytes(most),
+            self.imbalance() * 100.0
+        )
+    }
+
+    pub(super) fn memory_text(&self) -> String {
+        let PeakMemory { base, per_thread, most } = self.peak_memory();
+        format!(
+            "at most {} and {} for each thread, {} with {MAX_THREADS}, the most there are",
+            human_bytes(base),
+            human_bytes(per_thread),
+            human_bytes(most)
+        )
+    }
+
+    pub(super) fn imbalance(&self) -> f64 {
         let sizes = || self.layouts.iter().map(|layout| layout.bytes);
         let mean = sizes().sum::<u64>() as f64 / self.layouts.len() as f64;
         sizes().max().map_or(0.0, |most| most as f64 / mean - 1.0)
     }
 
-    /// One line for all tensors of a role that have the same types and the same cut.
-    fn tensor_table(&self) -> String {
-        struct Group {
+    /// The tensors by role: columns, and a row for all tensors of a role that have the same types and the same cut; the last
+    /// row is the total.
+    pub(super) fn role_rows(&self) -> (Vec<(&'static str, Align)>, Vec<Vec<String>>) {
+        struct Alike {
             key: [String; 5],
             count: usize,
             bytes: Vec<u64>,
         }
         let ranks = self.options.ranks;
-        let mut groups: Vec<Group> = Vec::new();
+        let mut alike: Vec<Alike> = Vec::new();
         for tensor in &self.tensors {
             let key = [
                 role(tensor),
                 from(tensor),
                 tensor.dtype().to_string(),
-                transform(tensor).to_owned(),
+                words(tensor.transform.kind()).to_owned(),
                 cut(tensor.cut.as_ref()),
             ];
-            let index = groups.iter().position(|group| group.key == key).unwrap_or_else(|| {
-                groups.push(Group { key, count: 0, bytes: vec![0; ranks] });
-                groups.len() - 1
+            let index = alike.iter().position(|alike| alike.key == key).unwrap_or_else(|| {
+                alike.push(Alike { key, count: 0, bytes: vec![0; ranks] });
+                alike.len() - 1
             });
-            groups[index].count += 1;
-            for (rank, bytes) in groups[index].bytes.iter_mut().enumerate() {
+            alike[index].count += 1;
+            for (rank, bytes) in alike[index].bytes.iter_mut().enumerate() {
                 *bytes += tensor.shard_bytes(rank);
             }
         }
-        let mut rows: Vec<Vec<String>> = groups
+        let mut rows: Vec<Vec<String>> = alike
             .iter()
-            .map(|Group { key: [role, from, to, transform, cut], count, bytes }| {
+            .map(|Alike { key: [role, from, to, transform, cut], count, bytes }| {
                 [role, &count.to_string(), from, to, transform, cut, &spread(bytes)]
                     .map(String::clone)
                     .to_vec()
             })
             .collect();
         let totals: Vec<u64> =
-            (0..ranks).map(|rank| groups.iter().map(|group| group.bytes[rank]).sum()).collect();
+            (0..ranks).map(|rank| alike.iter().map(|alike| alike.bytes[rank]).sum()).collect();
         let blank = String::new;
         let count = self.tensors.len().to_string();
         rows.push(vec!["total".to_owned(), count, blank(), blank(), blank(), blank(), spread(&totals)]);
         use Align::{Left, Right};
-        let columns = [
+        let columns = vec![
             ("tensor", Left),
             ("count", Right),
             ("from", Left),
@@ -221,11 +243,11 @@ impl Plan {
             ("cut", Left),
             ("bytes per rank", Right),
         ];
-        table(&columns, &rows)
+        (columns, rows)
     }
 
-    fn skipped_text(&self) -> String {
-        const NAMED: usize = 3;
+    /// The tensors that are left out, by reason, in the order of the source.
+    pub(super) fn skipped_by_reason(&self) -> Vec<(&str, Vec<&str>)> {
         let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
         for Skipped { tensor, reason } in &self.skipped {
             match reasons.iter_mut().find(|(known, _)| known == reason) {
@@ -233,19 +255,28 @@ impl Plan {
                 None => reasons.push((reason, vec![tensor])),
             }
         }
+        reasons
+    }
+
+    fn skipped_text(&self) -> String {
         let mut text = match self.skipped.len() {
             0 => return "skipped: nothing\n".to_owned(),
             n => format!("skipped: {n}\n"),
         };
-        for (reason, tensors) in reasons {
-            let more = match tensors.len().saturating_sub(NAMED) {
-                0 => String::new(),
-                n => format!(" and {n} more"),
-            };
-            let names = tensors[..tensors.len().min(NAMED)].join(", ");
-            let _ = writeln!(text, "  {names}{more}: {reason}");
+        for (reason, tensors) in self.skipped_by_reason() {
+            let _ = writeln!(text, "  {}: {reason}", some_names(&tensors));
         }
         text
+    }
+}
+
+/// The first few names, and how many more there are.
+pub(super) fn some_names(names: &[&str]) -> String {
+    const NAMED: usize = 3;
+    let named = names[..names.len().min(NAMED)].join(", ");
+    match names.len().saturating_sub(NAMED) {
+        0 => named,
+        more => format!("{named} and {more} more"),
     }
 }
 
@@ -262,8 +293,9 @@ fn from(tensor: &Planned) -> String {
     types.join(" + ")
 }
 
-fn transform(tensor: &Planned) -> &'static str {
-    match tensor.transform.kind() {
+/// A transform in words.
+pub(crate) fn words(kind: TransformKind) -> &'static str {
+    match kind {
         TransformKind::Copy => "copy",
         TransformKind::Dequantize => "dequantize",
         TransformKind::JoinKvB => "join kv_b",
@@ -287,7 +319,7 @@ fn cut(cut: Option<&AxisCut>) -> String {
     format!("{what}: {share} of {}", partition.len() / per)
 }
 
-fn spread(bytes: &[u64]) -> String {
+pub(super) fn spread(bytes: &[u64]) -> String {
     let (least, most) = (bytes.iter().min().copied().unwrap_or(0), bytes.iter().max().copied().unwrap_or(0));
     if least == most { human_bytes(most) } else { format!("{} to {}", human_bytes(least), human_bytes(most)) }
 }

@@ -57,7 +57,10 @@ fn the_plan_is_a_table_by_role() {
         "...self_attn.indexer.weights_proj.weight 4 Q4_K F32 dequantize replicated 131.1 kB"
     );
     assert!(
-        text.contains("an even cut") && text.contains("disk needed") && text.contains("skipped: nothing"),
+        text.contains("an even cut")
+            && text.contains("disk needed")
+            && text.contains("memory needed: at most ")
+            && text.contains("skipped: nothing"),
         "{text}"
     );
 }

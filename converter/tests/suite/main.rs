@@ -8,6 +8,8 @@ mod extract;
 mod files;
 mod hostile;
 mod made;
+mod page;
+mod reference;
 mod rules;
 mod tokenizer;
 mod verify;
