@@ -6,7 +6,6 @@ mod rank_file;
 
 use crate::Error;
 use serde::Serialize;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -42,7 +41,7 @@ pub fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, Error> {
 /// A length that fits the file, and then the start of a JSON object.
 fn looks_like_safetensors(path: &Path) -> Result<bool, Error> {
     let io = |e| Error::io(path, "cannot read", e);
-    let file = File::open(path).map_err(|e| Error::io(path, "cannot open", e))?;
+    let file = formats::map::open_regular(path)?;
     let len = file.metadata().map_err(io)?.len();
     let mut head = Vec::new();
     file.take(10).read_to_end(&mut head).map_err(io)?;

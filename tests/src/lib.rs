@@ -5,11 +5,11 @@
 
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The project's root.
 pub fn workspace() -> PathBuf {
@@ -22,9 +22,12 @@ pub fn shared(what: &str) -> Option<PathBuf> {
     if path.join("oracles").is_dir() {
         return Some(path);
     }
-    // Straight to the stream: the test harness hides what the print macros write.
-    let line = format!("NOT RUN without ../shared: {what}\n");
-    std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(what.to_owned()) {
+        // Straight to the stream: the test harness hides what the print macros write.
+        let line = format!("NOT RUN without ../shared: {what}\n");
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+    }
     None
 }
 

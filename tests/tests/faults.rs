@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tests::{bundled, failure, program, success};
 
+/// Something that a manifest should not say.
+type Edit<M> = fn(&mut M);
+
 fn generate(dir: &Path) -> Command {
     let mut command = Command::new(program("shardrun"));
     command.arg("generate").arg(dir).args([
@@ -42,7 +45,7 @@ fn edit_top(dir: &Path, edit: impl FnOnce(&mut Manifest)) {
 
 #[test]
 fn parts_that_do_not_make_up_the_whole_are_refused() {
-    let edits: [(&str, fn(&mut RankManifest)); 4] = [
+    let edits: [(&str, Edit<RankManifest>); 4] = [
         ("lm_head.weight", |m| shift(m, "lm_head.weight")),
         ("model.layers.1.self_attn.kv_b_proj.weight", |m| {
             shift(m, "model.layers.1.self_attn.kv_b_proj.weight")
@@ -76,7 +79,7 @@ fn shift(manifest: &mut RankManifest, tensor: &str) {
 
 #[test]
 fn a_config_that_does_not_fit_its_tensors_is_refused() {
-    let edits: [(&str, fn(&mut Manifest)); 3] = [
+    let edits: [(&str, Edit<Manifest>); 3] = [
         ("model.layers.3.", |m| {
             m.model.layers.pop();
         }),

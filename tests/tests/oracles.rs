@@ -15,6 +15,8 @@ use tempfile::TempDir;
 use tests::{Chat, Fixture, OracleLogits, fixtures, kl_divergence, max_abs_difference, read_json, shared};
 
 const RANKS: [usize; 7] = [1, 2, 3, 4, 5, 7, 8];
+/// What README promises of the reference path; the oracles allow 1e-3.
+const REFERENCE: f32 = 1e-4;
 
 fn runner(dir: &Path, arithmetic: Arithmetic) -> LogitsRunner {
     // A chunk that long prompts do not divide by, so that chunks are part of what is tested.
@@ -115,7 +117,7 @@ fn reference_logits_equal_the_oracles_at_every_position_on_any_number_of_ranks()
                     "{} chat {i}, {ranks} ranks, reference: max difference {difference:.2e}",
                     fixture.name
                 );
-                assert!(difference <= 1e-3, "{} chat {i} at {ranks} ranks: {difference}", fixture.name);
+                assert!(difference <= REFERENCE, "{} chat {i} at {ranks} ranks: {difference}", fixture.name);
             }
             let first = first.get_or_insert_with(|| found.clone());
             for (a, b) in first.iter().zip(&found) {
