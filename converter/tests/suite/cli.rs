@@ -76,7 +76,7 @@ fn bad_usage_is_one_line() {
         refused(&mut shardmill(&arguments), 2);
     }
     let help = shardmill(&["convert".as_ref(), "--help".as_ref()]).output().unwrap();
-    assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("Example:"));
+    assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("Examples:"));
 }
 
 #[test]

@@ -14,7 +14,7 @@ const RANKS: &str = "3";
 const JOURNAL: &str = "convert.journal";
 
 /// Compiled once for all tests.
-fn library() -> &'static Path {
+pub(crate) fn library() -> &'static Path {
     static BUILT: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
     let (_, path) = BUILT.get_or_init(|| {
         let temp = TempDir::new().unwrap();
