@@ -1,6 +1,7 @@
 //! Chunks of files, hashed piece by piece.
 
 use crate::Error;
+use crate::plan::Placed;
 use crate::work::Stage;
 use formats::Digest;
 use formats::digest::{CHUNK_BYTES, ChunkHasher};
@@ -30,6 +31,18 @@ pub(crate) fn hash(
     stage: &Stage,
     piece: &mut Vec<u8>,
 ) -> Result<Digest, Error> {
+    hash_and(path, chunk, len, stage, piece, |_, _| {})
+}
+
+/// As [`hash`]; `also` gets each piece, and where in the file it starts.
+pub(crate) fn hash_and(
+    path: &Path,
+    chunk: u64,
+    len: u64,
+    stage: &Stage,
+    piece: &mut Vec<u8>,
+    mut also: impl FnMut(&[u8], u64),
+) -> Result<Digest, Error> {
     let file = File::open(path).map_err(|e| Error::io(path, "cannot open", e))?;
     let mut hasher = ChunkHasher::new(chunk * CHUNK_BYTES, len);
     for range in pieces(chunk, len) {
@@ -37,7 +50,52 @@ pub(crate) fn hash(
         file.read_exact_at(piece, range.start)
             .map_err(|e| Error::io(path, format!("cannot read at byte {}", range.start), e))?;
         hasher.update(piece);
+        also(piece, range.start);
         stage.advance(piece.len() as u64);
     }
     Ok(hasher.finish())
+}
+
+/// Hashes the tensors that lie in one chunk whole, as the chunk's pieces come by.
+pub(crate) struct TensorHasher<'a> {
+    placed: &'a [Placed],
+    /// The tensor that is being hashed.
+    next: usize,
+    chunk_end: u64,
+    hasher: blake3::Hasher,
+    /// Those tensors, with their index in the file.
+    pub(crate) finished: Vec<(usize, Digest)>,
+}
+
+impl<'a> TensorHasher<'a> {
+    pub(crate) fn new(placed: &'a [Placed], chunk: u64) -> Self {
+        let start = chunk * CHUNK_BYTES;
+        Self {
+            placed,
+            next: placed.partition_point(|placed| placed.bytes.start < start),
+            chunk_end: start + CHUNK_BYTES,
+            hasher: blake3::Hasher::new(),
+            finished: Vec::new(),
+        }
+    }
+
+    /// The bytes of the file from `start` on.
+    pub(crate) fn update(&mut self, piece: &[u8], start: u64) {
+        let end = start + piece.len() as u64;
+        let inside = |bytes: &Range<u64>, chunk_end| bytes.start < end && bytes.end <= chunk_end;
+        while let Some(Placed { bytes, .. }) =
+            self.placed.get(self.next).filter(|placed| inside(&placed.bytes, self.chunk_end))
+        {
+            let from = bytes.start.max(start) - start;
+            self.hasher.update(&piece[from as usize..(bytes.end.min(end) - start) as usize]);
+            if bytes.end > end {
+                return;
+            }
+            if !bytes.is_empty() {
+                self.finished.push((self.next, self.hasher.finalize().into()));
+            }
+            self.hasher.reset();
+            self.next += 1;
+        }
+    }
 }

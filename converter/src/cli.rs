@@ -8,7 +8,7 @@ use crate::reference;
 use crate::side_files::side_files;
 use crate::verify::{self, verify};
 use crate::work::{Control, Progress};
-use crate::writer::{Existing, NewFile};
+use crate::writer::{Existing, NewFile, Unfinished};
 use crate::{Error, error::human_bytes};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
@@ -38,6 +38,21 @@ Examples:
 
 Exit codes: 0 done, 1 the check failed (verify), 2 bad input or usage, 130 interrupted.";
 
+const CONVERT_HELP: &str = "\
+Examples:
+  shardmill convert model-00001-of-00003.gguf checkpoint --ranks 8
+  shardmill convert model-00001-of-00003.gguf checkpoint --ranks 8 --resume
+  shardmill convert model-00001-of-00003.gguf checkpoint --ranks 8 --rank 0 --rank 1
+
+Interruptions: the work lies in OUT.partial until it is whole, and never opens as a checkpoint before. After Ctrl-C, a full
+disk, a failing one or a crash, what is done is kept there, and --resume goes on with it: chunks are kept whose bytes still have
+the digests that were noted for them, and the result is the same byte for byte. A fault of the source removes OUT.partial, since
+no second run would get further. A second Ctrl-C ends at once and loses at most the last chunks.
+
+Ranks apart: with --rank, several machines share the work. Each adds its ranks to OUT, or to a directory of its own whose files
+are then copied together, *.origin included. OUT has no checkpoint.json, and does not open, before `shardmill finish` with the
+same source and options has checked them all. Only what these ranks need of the source is read.";
+
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Shows what `convert` would do, without reading more than the headers.
@@ -58,11 +73,37 @@ enum Command {
         json: bool,
     },
     /// Converts a GGUF model to a checkpoint directory.
-    #[command(after_help = "Example:\n  shardmill convert model-00001-of-00003.gguf checkpoint --ranks 8")]
+    #[command(after_help = CONVERT_HELP)]
     Convert {
         #[command(flatten)]
         input: Input,
-        /// The checkpoint's directory; it must not exist.
+        /// The checkpoint's directory; it must not exist. With --rank it may hold other ranks of the same conversion.
+        out: PathBuf,
+        /// Go on with an interrupted conversion of the same source and options; from the beginning when there is none.
+        #[arg(long)]
+        resume: bool,
+        /// Make only this rank's files, 0 for the first; may be given several times.
+        #[arg(long, value_name = "R")]
+        rank: Vec<u16>,
+        /// Threads; one for each CPU unless given, at most 48.
+        #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+        threads: Option<u16>,
+        /// No progress and no summary.
+        #[arg(long, short)]
+        quiet: bool,
+        /// Print the summary as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Makes a checkpoint of the ranks that `convert --rank` put into a directory.
+    ///
+    /// Give the source and the options that the ranks were made with. Every rank file is held against its manifest and the whole
+    /// source is read for its digests; the result is byte for byte what one `convert` of all ranks writes.
+    #[command(after_help = "Example:\n  shardmill finish model-00001-of-00003.gguf checkpoint --ranks 8")]
+    Finish {
+        #[command(flatten)]
+        input: Input,
+        /// The directory that holds all ranks.
         out: PathBuf,
         /// Threads; one for each CPU unless given, at most 48.
         #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -208,15 +249,24 @@ impl Cli {
                     (false, None) => plan.text(),
                 })?;
             }
-            Command::Convert { input, out, threads, quiet, json } => {
+            Command::Convert { input, out, resume, rank, threads, quiet, json } => {
                 let (set, plan) = input.plan()?;
                 let files = side_files(&set)?;
-                let summary = execute::convert(&set, &plan, &files, &out, &control(threads, quiet))?;
-                if json {
-                    print(&to_json(&summary))?;
-                } else if !quiet {
-                    print(&summary_text(&summary))?;
-                }
+                let unfinished = if resume { Unfinished::Resume } else { Unfinished::Refuse };
+                let control = control(threads, quiet);
+                let summary = if rank.is_empty() {
+                    execute::convert(&set, &plan, &files, &out, unfinished, &control)?
+                } else {
+                    let ranks: Vec<usize> = rank.into_iter().map(usize::from).collect();
+                    execute::convert_ranks(&set, &plan, &ranks, &out, unfinished, &control)?
+                };
+                print_summary(&summary, quiet, json)?;
+            }
+            Command::Finish { input, out, threads, quiet, json } => {
+                let (set, plan) = input.plan()?;
+                let files = side_files(&set)?;
+                let summary = execute::finish(&set, &plan, &files, &out, &control(threads, quiet))?;
+                print_summary(&summary, quiet, json)?;
             }
             Command::Verify { dir, source, threads, quiet, json } => {
                 let report = verify(&dir, source.as_deref(), &control(threads, quiet || json))?;
@@ -272,10 +322,21 @@ fn write_page(path: &Path, page: &str, force: bool) -> Result<String, Error> {
     Ok(format!("{}: {}, open it in a browser\n", path.display(), human_bytes(page.len() as u64)))
 }
 
+fn print_summary(summary: &execute::Summary, quiet: bool, json: bool) -> Result<(), Error> {
+    match (json, quiet) {
+        (true, _) => print(&to_json(summary)),
+        (false, true) => Ok(()),
+        (false, false) => print(&summary_text(summary)),
+    }
+}
+
 fn summary_text(summary: &execute::Summary) -> String {
-    let bytes = summary.source_bytes + summary.rank_bytes;
+    let kept = match summary.kept_bytes {
+        0 => String::new(),
+        bytes => format!(", {} of them kept", human_bytes(bytes)),
+    };
     format!(
-        "{}: {} rank files, {} tensors each ({} skipped), {} from {} in {:.1} s ({:.2} GB/s read and written)\n",
+        "{}: {} rank files, {} tensors each ({} skipped), {}{kept} from {} in {:.1} s ({:.2} GB/s read and written)\n",
         summary.out.display(),
         summary.ranks,
         summary.tensors,
@@ -283,7 +344,7 @@ fn summary_text(summary: &execute::Summary) -> String {
         human_bytes(summary.rank_bytes),
         human_bytes(summary.source_bytes),
         summary.seconds,
-        bytes as f64 / 1e9 / summary.seconds
+        (summary.source_bytes + summary.rank_bytes) as f64 / 1e9 / summary.seconds
     )
 }
 

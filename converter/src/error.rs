@@ -75,15 +75,82 @@ pub enum Error {
         /// File or directory.
         kind: &'static str,
     },
-    /// An unfinished output of the same name.
+    /// An unfinished output file of the same name.
     #[error(
-        "{path}: an earlier run was interrupted here, or one is going on now; remove this {kind} if none is"
+        "{path}: an earlier run was interrupted here, or one is going on now; remove this file if none is"
     )]
-    PartialExists {
+    PartialFile {
         /// The unfinished output.
         path: PathBuf,
+    },
+    /// An unfinished conversion of the same name.
+    #[error(
+        "{path}: an earlier run was interrupted here; run the same command with --resume to go on, or remove this directory"
+    )]
+    Unfinished {
+        /// The unfinished directory.
+        path: PathBuf,
+    },
+    /// Another run holds the lock.
+    #[error("{path}: another run is at work here; wait for it, or name another output")]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// What lies there was made from something else or in another way.
+    #[error(
+        "{path}: is of another conversion: {difference}; run what began it, or remove it to start from the beginning"
+    )]
+    OtherConversion {
         /// File or directory.
-        kind: &'static str,
+        path: PathBuf,
+        /// What was expected and found.
+        difference: String,
+    },
+    /// An error after which the work can go on.
+    #[error("{}; what is done is kept in {path}: run the same command with --resume to go on, or remove it",
+        .source.without_leftovers())]
+    Kept {
+        /// The unfinished directory.
+        path: PathBuf,
+        /// What happened.
+        source: Box<Error>,
+    },
+    /// `--rank` beyond `--ranks`.
+    #[error("--rank {rank}: ranks are counted from 0 to {} (--ranks {ranks})", .ranks - 1)]
+    NoSuchRank {
+        /// What was asked for.
+        rank: usize,
+        /// How many there are.
+        ranks: usize,
+    },
+    /// A rank that was made before.
+    #[error("{path}: rank {rank} is there already; leave it out, keep it with --resume, or remove its files")]
+    RankExists {
+        /// Its record.
+        path: PathBuf,
+        /// The rank.
+        rank: usize,
+    },
+    /// Ranks that `finish` does not find.
+    #[error("{path}: not there yet: {ranks}; make or copy them here first (shardmill convert --rank R)")]
+    MissingRanks {
+        /// The directory.
+        path: PathBuf,
+        /// Which ones.
+        ranks: String,
+    },
+    /// A rank file that is not what was written.
+    #[error(
+        "{path}: rank {rank}: the file is not what its manifest says; copy it again, or remove {origin} and make it again with --rank {rank}"
+    )]
+    RankDiffers {
+        /// The directory.
+        path: PathBuf,
+        /// The rank.
+        rank: usize,
+        /// Its record.
+        origin: String,
     },
     /// The folder for the output is not there.
     #[error("{path}: there is no such directory to write {name} into; create it first")]
@@ -181,7 +248,27 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Interrupted => 130,
+            Self::Kept { source, .. } => source.exit_code(),
             _ => 2,
+        }
+    }
+
+    /// Whether the same input gives the same error again, so that nothing of it is worth keeping.
+    pub(crate) fn is_of_the_input(&self) -> bool {
+        !matches!(
+            self,
+            Self::Io { .. }
+                | Self::Interrupted
+                | Self::NoSpace { .. }
+                | Self::OutputExists { .. }
+                | Self::Busy { .. }
+        )
+    }
+
+    fn without_leftovers(&self) -> String {
+        match self {
+            Self::Interrupted => "interrupted".to_owned(),
+            error => error.to_string(),
         }
     }
 }

@@ -9,7 +9,9 @@ mod error;
 pub mod execute;
 pub mod extract;
 pub mod inspect;
+mod journal;
 mod native;
+mod origin;
 pub mod partition;
 pub mod plan;
 mod reference;
@@ -23,4 +25,4 @@ pub mod work;
 mod writer;
 
 pub use error::Error;
-pub use writer::Existing;
+pub use writer::{Existing, Unfinished};

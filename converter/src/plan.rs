@@ -189,10 +189,15 @@ impl Plan {
 
     /// Bytes of all rank files and an upper bound for the manifests beside them.
     pub fn disk_bytes(&self) -> u64 {
+        self.disk_bytes_of(0..self.options.ranks)
+    }
+
+    /// As [`Plan::disk_bytes`], of some ranks alone.
+    pub(crate) fn disk_bytes_of(&self, ranks: impl ExactSizeIterator<Item = usize>) -> u64 {
         const BYTES_PER_ENTRY: u64 = 1024;
         const BYTES_PER_CHUNK: u64 = 80;
-        let files: u64 = self.layouts.iter().map(|layout| layout.bytes).sum();
-        let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
+        let entries = (self.tensors.len() * ranks.len()) as u64 * BYTES_PER_ENTRY;
+        let files: u64 = ranks.map(|rank| self.layouts[rank].bytes).sum();
         files + entries + files / formats::digest::CHUNK_BYTES * BYTES_PER_CHUNK
     }
 

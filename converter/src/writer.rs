@@ -1,86 +1,159 @@
 //! The output directory: written beside its final name, and renamed when everything in it is on the disk.
 
 use crate::Error;
+use crate::journal::{self, JOURNAL_FILE, Journal};
+use crate::origin::Stamp;
+use formats::manifest::MANIFEST_FILE;
 use rustix::fs::{CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Ending of the directory's name while it is unfinished.
 const PARTIAL: &str = ".partial";
 
-/// A directory that becomes `out` by [`PartialDir::commit`], and disappears without it.
+/// What becomes of an unfinished directory of an earlier run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unfinished {
+    /// It is an error.
+    Refuse,
+    /// It is continued; without one the work starts from the beginning.
+    Resume,
+}
+
+/// A locked directory beside `out` that holds what is unfinished.
 #[derive(Debug)]
 pub(crate) struct PartialDir {
     out: PathBuf,
     parent: PathBuf,
     partial: PathBuf,
-    committed: bool,
+    journal: Journal,
 }
 
 impl PartialDir {
-    /// Makes `OUT.partial`. Nothing that exists is touched.
-    pub(crate) fn create(out: &Path) -> Result<Self, Error> {
+    /// Makes `OUT{infix}.partial`, or goes on with it. Nothing else that exists is touched.
+    ///
+    /// # Errors
+    /// An error naming the directory: another run's, another conversion's, or one that is not to be resumed.
+    pub(crate) fn open(
+        out: &Path,
+        infix: &str,
+        unfinished: Unfinished,
+        stamp: &Stamp,
+    ) -> Result<Self, Error> {
         let (parent, name) = parent_and_name(out)?;
-        refuse_existing(out)?;
-        let partial = parent.join(format!("{name}{PARTIAL}"));
-        match fs::create_dir(&partial) {
-            Ok(()) => Ok(Self { out: parent.join(name), parent, partial, committed: false }),
-            Err(e) if e.kind() == ErrorKind::AlreadyExists => {
-                Err(Error::PartialExists { path: partial, kind: "directory" })
+        let partial = parent.join(format!("{name}{infix}{PARTIAL}"));
+        let is_new = match fs::create_dir(&partial) {
+            Ok(()) => true,
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
+            Err(e) => return Err(Error::io(&partial, "cannot create the directory", e)),
+        };
+        if !is_new {
+            match unfinished {
+                _ if journal::is_busy(&partial) => return Err(Error::Busy { path: partial }),
+                Unfinished::Refuse => return Err(Error::Unfinished { path: partial }),
+                Unfinished::Resume if !is_ours(&partial)? => {
+                    let difference = "it holds other files and no journal".to_owned();
+                    return Err(Error::OtherConversion { path: partial, difference });
+                }
+                Unfinished::Resume => {}
             }
-            Err(e) => Err(Error::io(&partial, "cannot create the directory", e)),
         }
+        let journal = match Journal::open(&partial, stamp) {
+            Ok(journal) => journal,
+            Err(e) => {
+                if is_new && !matches!(e, Error::Busy { .. }) {
+                    // The error that brought us here is the one to report.
+                    let _ = fs::remove_dir_all(&partial);
+                }
+                return Err(e);
+            }
+        };
+        let dir = Self { out: parent.join(name), parent, partial, journal };
+        // Before any byte changes: a manifest that was finished just before a crash must not speak for other bytes.
+        dir.remove_manifest()?;
+        Ok(dir)
     }
 
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.partial.join(name)
+    pub(crate) fn path(&self) -> &Path {
+        &self.partial
+    }
+
+    pub(crate) fn journal(&self) -> &Journal {
+        &self.journal
     }
 
     /// Refuses early what the disk cannot hold.
     pub(crate) fn require_space(&self, needed: u64) -> Result<(), Error> {
-        require_space(&self.parent, &self.out, needed)
+        let mut held = 0;
+        let entries =
+            fs::read_dir(&self.partial).map_err(|e| Error::io(&self.partial, "cannot list it", e))?;
+        for entry in entries.flatten() {
+            held += entry.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+        }
+        require_space(&self.parent, &self.out, needed.saturating_sub(held))
     }
 
-    /// A new file of `len` bytes, with its space set aside where the file system can do that.
+    /// A file of `len` bytes, with its space set aside where the file system can do that.
     pub(crate) fn preallocate(&self, name: &str, len: u64) -> Result<(), Error> {
-        let path = self.path(name);
-        let file = create_new(&path)?;
+        let path = self.partial.join(name);
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(|e| Error::io(&path, "cannot create the file", e))?;
         let action = || format!("cannot set {len} bytes aside");
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, len) {
-            Ok(()) => Ok(()),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
                 file.set_len(len).map_err(|e| Error::io(&path, action(), e))
             }
             Err(e) => Err(Error::io(&path, action(), e.into())),
         }
     }
 
-    /// A new, small file, on the disk when this returns.
-    pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
-        let path = self.path(name);
-        let mut file = create_new(&path)?;
-        file.write_all(bytes)
-            .map_err(|e| Error::io(&path, format!("cannot write {} bytes", bytes.len()), e))?;
-        sync(&file, &path)
-    }
-
     /// Gives the directory its name, unless something of that name appeared meanwhile.
-    pub(crate) fn commit(mut self) -> Result<(), Error> {
+    pub(crate) fn rename(&self) -> Result<(), Error> {
         sync_dir(&self.partial)?;
-        rename_new(&self.partial, &self.out)?;
-        self.committed = true;
-        sync_dir(&self.parent)
+        rename_new(&self.partial, &self.out)
     }
-}
 
-impl Drop for PartialDir {
-    fn drop(&mut self) {
-        if !self.committed {
-            // The error that brought us here is the one to report.
-            let _ = fs::remove_dir_all(&self.partial);
+    /// After [`PartialDir::rename`]: takes the journal away, once the new name is on the disk.
+    pub(crate) fn settle(self) -> Result<(), Error> {
+        sync_dir(&self.parent)?;
+        remove_if_there(&self.out.join(JOURNAL_FILE))?;
+        sync_dir(&self.out)
+    }
+
+    /// After an error: keeps what is done when there is something to keep and the error is not the input's, and says so.
+    pub(crate) fn abandon(self, error: Error) -> Error {
+        // Best effort from here on: the error that brought us here is the one to report.
+        let _ = self.journal.flush();
+        if self.remove_manifest().is_ok() && self.journal.has_records() && !error.is_of_the_input() {
+            return Error::Kept { path: self.partial, source: Box::new(error) };
         }
+        let _ = self.remove();
+        error
+    }
+
+    /// Removes the directory and all in it, the journal last, so that what a crash leaves of it is still known as ours.
+    pub(crate) fn remove(self) -> Result<(), Error> {
+        let io = |e| Error::io(&self.partial, "cannot remove it", e);
+        self.remove_manifest()?;
+        for entry in fs::read_dir(&self.partial).map_err(io)? {
+            let path = entry.map_err(io)?.path();
+            if path.file_name().is_some_and(|name| name != JOURNAL_FILE) {
+                remove_if_there(&path)?;
+            }
+        }
+        remove_if_there(&self.partial.join(JOURNAL_FILE))?;
+        fs::remove_dir(&self.partial).map_err(io)
+    }
+
+    fn remove_manifest(&self) -> Result<(), Error> {
+        if remove_if_there(&self.partial.join(MANIFEST_FILE))? { sync_dir(&self.partial) } else { Ok(()) }
     }
 }
 
@@ -111,7 +184,7 @@ impl NewFile {
         }
         let partial = parent.join(format!("{name}{PARTIAL}"));
         if partial.symlink_metadata().is_ok() {
-            return Err(Error::PartialExists { path: partial, kind: "file" });
+            return Err(Error::PartialFile { path: partial });
         }
         let file = create_new(&partial)?;
         Ok((Self { path: path.to_owned(), partial, parent, existing, committed: false }, file))
@@ -130,8 +203,7 @@ impl NewFile {
         sync(file, &self.partial)?;
         match self.existing {
             Existing::Refuse => rename_new(&self.partial, &self.path)?,
-            Existing::Replace => fs::rename(&self.partial, &self.path)
-                .map_err(|e| Error::io(&self.path, "cannot give the finished file its name", e))?,
+            Existing::Replace => rename(&self.partial, &self.path)?,
         }
         self.committed = true;
         sync_dir(&self.parent)
@@ -147,6 +219,51 @@ impl Drop for NewFile {
     }
 }
 
+/// Whether a directory is one that [`PartialDir`] made: it has a journal, or nothing yet.
+fn is_ours(partial: &Path) -> Result<bool, Error> {
+    let io = |e| Error::io(partial, "cannot list it", e);
+    Ok(partial.join(JOURNAL_FILE).exists() || fs::read_dir(partial).map_err(io)?.next().is_none())
+}
+
+/// Takes the journal away from an `out` whose run was interrupted after it had its name; false when `out` is no such one.
+///
+/// # Errors
+/// As [`Journal::open`].
+pub(crate) fn settle_interrupted(out: &Path, stamp: &Stamp) -> Result<bool, Error> {
+    if !out.join(JOURNAL_FILE).exists() || !out.join(MANIFEST_FILE).exists() {
+        return Ok(false);
+    }
+    let (parent, _) = parent_and_name(out)?;
+    let journal = Journal::open(out, stamp)?;
+    PartialDir { out: out.to_owned(), parent, partial: out.to_owned(), journal }.settle()?;
+    Ok(true)
+}
+
+/// A small file of a directory, whole and on the disk when this returns; one of an earlier run is replaced.
+pub(crate) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<(), Error> {
+    let path = dir.join(name);
+    let partial = dir.join(format!("{name}{PARTIAL}"));
+    let mut file = File::create(&partial).map_err(|e| Error::io(&partial, "cannot create the file", e))?;
+    file.write_all(bytes)
+        .map_err(|e| Error::io(&partial, format!("cannot write {} bytes", bytes.len()), e))?;
+    sync(&file, &partial)?;
+    rename(&partial, &path)
+}
+
+/// Renames, whatever has the new name.
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+    fs::rename(from, to).map_err(|e| Error::io(to, "cannot give the finished file its name", e))
+}
+
+/// Whether there was something to remove.
+pub(crate) fn remove_if_there(path: &Path) -> Result<bool, Error> {
+    match fs::remove_file(path) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(Error::io(path, "cannot remove it", e)),
+    }
+}
+
 fn require_space(parent: &Path, out: &Path, needed: u64) -> Result<(), Error> {
     let stat =
         rustix::fs::statvfs(parent).map_err(|e| Error::io(parent, "cannot read its free space", e.into()))?;
@@ -158,11 +275,16 @@ fn require_space(parent: &Path, out: &Path, needed: u64) -> Result<(), Error> {
 }
 
 /// Waits until a file's bytes are on the disk.
-pub(crate) fn sync(file: &File, path: &Path) -> Result<(), Error> {
+fn sync(file: &File, path: &Path) -> Result<(), Error> {
     file.sync_all().map_err(|e| Error::io(path, "cannot flush it to the disk", e))
 }
 
-fn sync_dir(path: &Path) -> Result<(), Error> {
+/// As [`sync`], without times and other things that reading does not need.
+pub(crate) fn sync_data(file: &File, path: &Path) -> Result<(), Error> {
+    file.sync_data().map_err(|e| Error::io(path, "cannot flush it to the disk", e))
+}
+
+pub(crate) fn sync_dir(path: &Path) -> Result<(), Error> {
     let dir = File::open(path).map_err(|e| Error::io(path, "cannot open the directory", e))?;
     sync(&dir, path)
 }
@@ -186,7 +308,8 @@ fn rename_new(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|e| Error::io(to, "cannot give the finished output its name", e))
 }
 
-fn refuse_existing(path: &Path) -> Result<(), Error> {
+/// Nothing of this name must exist.
+pub(crate) fn refuse_existing(path: &Path) -> Result<(), Error> {
     match path.symlink_metadata() {
         Ok(metadata) => Err(Error::OutputExists {
             path: path.to_owned(),
@@ -197,7 +320,7 @@ fn refuse_existing(path: &Path) -> Result<(), Error> {
     }
 }
 
-fn parent_and_name(path: &Path) -> Result<(PathBuf, String), Error> {
+pub(crate) fn parent_and_name(path: &Path) -> Result<(PathBuf, String), Error> {
     let name = path.file_name().and_then(|name| name.to_str());
     let Some(name) = name else { return Err(Error::OutputName { path: path.to_owned() }) };
     let parent = match path.parent() {

@@ -79,7 +79,7 @@ fn bad_usage_is_one_line() {
         refused(&mut shardmill(&arguments), 2);
     }
     let help = shardmill(&["convert".as_ref(), "--help".as_ref()]).output().unwrap();
-    assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("Example:"));
+    assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("Examples:"));
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn what_is_there_is_not_touched() {
     std::fs::remove_file(&out).unwrap();
     let partial = temp.path().join("out.partial");
     std::fs::create_dir(&partial).unwrap();
-    assert!(refused(&mut converting(&out), 2).contains("out.partial"));
+    assert!(refused(&mut converting(&out), 2).contains("out.partial: an earlier run was interrupted"));
     assert!(partial.exists());
 }
 
@@ -129,7 +129,7 @@ fn a_full_disk_names_the_file_and_leaves_nothing() {
 }
 
 #[test]
-fn an_interruption_leaves_nothing_and_says_130() {
+fn an_interruption_says_130_and_what_is_kept() {
     let temp = TempDir::new().unwrap();
     let out = temp.path().join("out");
     // Hundreds of ranks, so that there is something to interrupt.
@@ -148,8 +148,10 @@ fn an_interruption_leaves_nothing_and_says_130() {
     assert!(kill.success());
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130));
-    assert!(String::from_utf8(output.stderr).unwrap().contains("interrupted"));
-    assert_eq!(entries(temp.path()), 0);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("interrupted") && said.lines().count() == 1, "{said}");
+    assert_eq!(said.contains("--resume"), entries(temp.path()) == 1, "{said}");
+    assert!(!out.exists());
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Models and oracles, and how a test converts one.
 
+use converter::Unfinished;
 use converter::execute::{self, Summary};
 use converter::plan::{Options, Plan, UnknownTensors};
 use converter::side_files::side_files;
@@ -84,7 +85,7 @@ pub(crate) fn control() -> Control {
 pub(crate) fn convert_with(gguf: &Path, out: &Path, options: Options, control: &Control) -> Summary {
     let set = GgufSet::open(gguf).unwrap();
     let plan = Plan::new(&set, options).unwrap();
-    execute::convert(&set, &plan, &side_files(&set).unwrap(), out, control).unwrap()
+    execute::convert(&set, &plan, &side_files(&set).unwrap(), out, Unfinished::Refuse, control).unwrap()
 }
 
 pub(crate) fn convert(gguf: &Path, out: &Path, ranks: usize) -> Summary {

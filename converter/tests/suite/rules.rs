@@ -2,6 +2,7 @@
 
 use crate::files::{control, convert, options};
 use crate::made::{EXPERTS, F32, FE, Gguf, HEADS, HIDDEN, INDEX_DIM, KV_LORA, NOPE, Q8_0, V, Value};
+use converter::Unfinished;
 use converter::arch;
 use converter::plan::{Options, Plan, UnknownTensors};
 use converter::verify::verify;
@@ -265,7 +266,9 @@ fn a_joined_kv_b_beside_its_halves_has_to_agree() {
     let set = GgufSet::open(&gguf.write(temp.path())).unwrap();
     let plan = Plan::new(&set, options(2)).unwrap();
     let out = temp.path().join("out");
-    let error = converter::execute::convert(&set, &plan, &[], &out, &control()).unwrap_err().to_string();
+    let error = converter::execute::convert(&set, &plan, &[], &out, Unfinished::Refuse, &control())
+        .unwrap_err()
+        .to_string();
     for name in ["made.gguf", "blk.0.attn_kv_b.weight", "blk.0.attn_k_b.weight", "row 70"] {
         assert!(error.contains(name), "{error}");
     }

@@ -1,0 +1,184 @@
+//! Interrupted conversions that go on, and ranks that are made apart.
+
+use crate::faults::library;
+use crate::files::{bundled, contents, convert, refused, shardmill};
+use formats::checkpoint::Checkpoint;
+use serde_json::Value;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+use tempfile::TempDir;
+
+fn converting(gguf: &Path, out: &Path, options: &[&str]) -> Command {
+    let mut command = shardmill(&["convert".as_ref(), gguf.as_os_str(), out.as_os_str()]);
+    command.args(options);
+    command
+}
+
+fn done(command: &mut Command) -> Value {
+    let output = command.arg("--json").output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// A conversion of the bundled model to 20 ranks that a full disk ended at the 18th, after the first 16 chunks were noted;
+/// its source and output.
+fn stopped(temp: &TempDir) -> (PathBuf, PathBuf) {
+    let (gguf, out) = (temp.path().join("model.gguf"), temp.path().join("out"));
+    std::fs::copy(bundled().gguf, &gguf).unwrap();
+    let partial = temp.path().join("out.partial");
+    let mut command = converting(&gguf, &out, &["--ranks", "20", "--threads", "1"]);
+    command
+        .env("LD_PRELOAD", library())
+        .env("FAULT_IN", partial.join("rank-17-of-20.safetensors"))
+        .env("FAULT_DO", "ENOSPC")
+        // The first call makes the file.
+        .env("FAULT_AT", "2");
+    let said = refused(&mut command, 2);
+    for word in ["rank-17-of-20.safetensors: cannot write", "os error 28", "out.partial", "--resume"] {
+        assert!(said.contains(word), "{said}");
+    }
+    assert_eq!(std::fs::read_to_string(partial.join("convert.journal")).unwrap().lines().count(), 1 + 17);
+    (gguf, out)
+}
+
+#[test]
+fn a_stopped_conversion_goes_on_with_what_is_proven() {
+    let temp = TempDir::new().unwrap();
+    let (gguf, out) = stopped(&temp);
+    let partial = temp.path().join("out.partial");
+    assert!(Checkpoint::open(&partial).is_err());
+    let said = refused(&mut converting(&gguf, &out, &["--ranks", "20"]), 2);
+    assert!(said.contains("out.partial") && said.contains("--resume"), "{said}");
+    // A byte that changed, and a line that was torn.
+    let damaged = partial.join("rank-3-of-20.safetensors");
+    OpenOptions::new().write(true).open(&damaged).unwrap().write_all_at(b"x", 100_000).unwrap();
+    let mut journal = OpenOptions::new().append(true).open(partial.join("convert.journal")).unwrap();
+    journal.write_all(b"19 0 0123").unwrap();
+    let summary = done(&mut converting(&gguf, &out, &["--ranks", "20", "--resume"]));
+    let [kept, all] = ["kept_bytes", "rank_bytes"].map(|key| summary[key].as_u64().unwrap());
+    assert!(kept > all / 20 * 15 && kept < all / 20 * 17, "{kept} of {all}");
+    let whole = temp.path().join("whole");
+    convert(&gguf, &whole, 20);
+    assert!(contents(&out) == contents(&whole), "the two directories differ");
+    assert!(!partial.exists());
+}
+
+#[test]
+fn what_is_not_the_same_conversion_is_not_resumed() {
+    let temp = TempDir::new().unwrap();
+    let (gguf, out) = stopped(&temp);
+    let before = contents(&temp.path().join("out.partial"));
+    for (options, said) in [
+        (&["--ranks", "8"][..], "--ranks 20"),
+        (&["--ranks", "20", "--experts", "expert"], "--experts tensor"),
+        (&["--ranks", "20", "--allow-unknown"], "other options"),
+    ] {
+        let error = refused(converting(&gguf, &out, options).arg("--resume"), 2);
+        assert!(error.contains("another conversion") && error.contains(said), "{error}");
+    }
+    let lock = OpenOptions::new().append(true).open(temp.path().join("out.partial/convert.journal")).unwrap();
+    lock.try_lock().unwrap();
+    for options in [&["--ranks", "20"][..], &["--ranks", "20", "--resume"]] {
+        let error = refused(&mut converting(&gguf, &out, options), 2);
+        assert!(error.contains("another run is at work"), "{error}");
+    }
+    drop(lock);
+    OpenOptions::new().write(true).open(&gguf).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+    let error = refused(&mut converting(&gguf, &out, &["--ranks", "20", "--resume"]), 2);
+    assert!(error.contains("written to since"), "{error}");
+    assert!(contents(&temp.path().join("out.partial")) == before, "a refusal changes nothing");
+    // A directory of someone else's.
+    let theirs = temp.path().join("their.partial");
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::write(theirs.join("letter"), "mine").unwrap();
+    let error = refused(&mut converting(&gguf, &temp.path().join("their"), &["--resume"]), 2);
+    assert!(error.contains("no journal"), "{error}");
+    assert_eq!(std::fs::read(theirs.join("letter")).unwrap(), b"mine");
+}
+
+/// SIGKILL at 24 moments of a conversion, each run going on from the one before when it got far enough.
+#[test]
+fn killed_at_any_moment_it_goes_on_to_the_same_bytes() {
+    let temp = TempDir::new().unwrap();
+    let gguf = bundled().gguf;
+    let whole = temp.path().join("whole");
+    let start = Instant::now();
+    done(&mut converting(&gguf, &whole, &["--ranks", "24"]));
+    let whole_run = start.elapsed();
+    let expected = contents(&whole);
+    let out = temp.path().join("out");
+    let mut killed = 0;
+    let mut random = 1u64;
+    for round in 0..24u32 {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let moment = whole_run.mul_f64((random >> 33) as f64 / (1u64 << 31) as f64);
+        let mut child = converting(&gguf, &out, &["--ranks", "24", "--resume", "-q"]).spawn().unwrap();
+        std::thread::sleep(moment);
+        child.kill().unwrap();
+        killed += u32::from(!child.wait().unwrap().success());
+        let partial = temp.path().join("out.partial");
+        assert!(!out.exists() || contents(&out) == expected, "round {round}: what is there is not whole");
+        assert!(
+            Checkpoint::open(&partial).is_err()
+                || expected.iter().all(|(name, bytes)| {
+                    std::fs::read(partial.join(name)).is_ok_and(|found| found == *bytes)
+                })
+        );
+        // Every other time it goes on from wherever the one before was killed.
+        if round % 2 == 1 && !out.exists() {
+            done(&mut converting(&gguf, &out, &["--ranks", "24", "--resume"]));
+        }
+        if out.exists() {
+            assert!(contents(&out) == expected, "round {round}: the resumed one differs");
+            std::fs::remove_dir_all(&out).unwrap();
+        }
+    }
+    assert!(killed >= 8, "only {killed} runs were killed before they were done");
+}
+
+#[test]
+fn ranks_made_apart_are_those_of_one_run() {
+    let temp = TempDir::new().unwrap();
+    let gguf = bundled().gguf;
+    let [whole, one, other] = ["whole", "one", "other"].map(|name| temp.path().join(name));
+    convert(&gguf, &whole, 5);
+    done(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "3", "--rank", "0"]));
+    done(&mut converting(&gguf, &other, &["--ranks", "5", "--rank", "1", "--rank", "2", "--rank", "4"]));
+    let finishing = |out: &Path, ranks: &str| {
+        let mut command = shardmill(&["finish".as_ref(), gguf.as_os_str(), out.as_os_str()]);
+        command.args(["--ranks", ranks]);
+        command
+    };
+    assert!(Checkpoint::open(&one).is_err());
+    let said = refused(&mut finishing(&one, "5"), 2);
+    assert!(said.contains("ranks 1-2,4 of 5"), "{said}");
+    let said = refused(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "3"]), 2);
+    assert!(said.contains("rank 3 is there already"), "{said}");
+    let said = refused(&mut converting(&gguf, &one, &["--ranks", "4", "--rank", "1"]), 2);
+    assert!(said.contains("another conversion") && said.contains("--ranks 5"), "{said}");
+    let said = refused(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "5"]), 2);
+    assert!(said.contains("0 to 4"), "{said}");
+    for (name, bytes) in contents(&other) {
+        std::fs::write(one.join(name), bytes).unwrap();
+    }
+    // Copied, and damaged on the way.
+    let weights = one.join("rank-2-of-5.safetensors");
+    let right = std::fs::read(&weights).unwrap();
+    let mut wrong = right.clone();
+    wrong[200_000] ^= 1;
+    for bytes in [&wrong[..], &right[..right.len() - 1], &[&right[..], b"x"].concat()] {
+        std::fs::write(&weights, bytes).unwrap();
+        let said = refused(&mut finishing(&one, "5"), 2);
+        assert!(said.contains("rank 2") && said.contains("--rank 2"), "{said}");
+        assert!(Checkpoint::open(&one).is_err());
+    }
+    std::fs::write(&weights, right).unwrap();
+    done(&mut finishing(&one, "5"));
+    assert!(contents(&one) == contents(&whole), "the two directories differ");
+    let said = refused(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "0", "--resume"]), 2);
+    assert!(said.contains("already a directory"), "{said}");
+}
