@@ -176,14 +176,7 @@ fn read_tensors(reader: &mut Reader<'_>, count: usize) -> Result<Vec<RawTensor>,
     let mut unknown_count = 0;
     let mut tensors = Vec::with_capacity(expected);
     for index in 0..count {
-        let what = format!("name of tensor {index}");
-        let name = std::str::from_utf8(reader.string(&what)?)
-            .map_err(|_| Error::Key {
-                key: what,
-                expected: "UTF-8".to_owned(),
-                found: "other bytes".to_owned(),
-            })?
-            .to_owned();
+        let name = reader.name(&format!("name of tensor {index}"))?.to_owned();
         let what = format!("tensor {name}");
         let shape = read_shape(reader, &what, &name)?;
         let id = reader.u32(&what)?;

@@ -2,6 +2,9 @@
 
 use crate::Error;
 
+/// GGUF's specification allows keys no more than this; names of tensors are far shorter.
+const MAX_NAME_BYTES: usize = 65_535;
+
 /// A cursor that names what it was reading when the bytes end.
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
@@ -86,5 +89,26 @@ impl<'a> Reader<'a> {
             return Err(Error::Truncated { what: what.to_owned(), missing: len - left });
         }
         self.take(len as usize, what)
+    }
+
+    /// A name: a u64 length and as many bytes of text, short and plain enough that an error can repeat it in one line.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], or [`Error::Key`] naming `what`.
+    pub fn name(&mut self, what: &str) -> Result<&'a str, Error> {
+        let bytes = self.string(what)?;
+        let refuse = |found: String| Error::Key {
+            key: what.to_owned(),
+            expected: format!("UTF-8 without control characters, at most {MAX_NAME_BYTES} bytes"),
+            found,
+        };
+        if bytes.len() > MAX_NAME_BYTES {
+            return Err(refuse(format!("{} bytes", bytes.len())));
+        }
+        let name = std::str::from_utf8(bytes).map_err(|_| refuse("other bytes".to_owned()))?;
+        match name.chars().find(|c| c.is_control()) {
+            Some(control) => Err(refuse(format!("{control:?} in it; the file is damaged, get it again"))),
+            None => Ok(name),
+        }
     }
 }

@@ -121,11 +121,14 @@ fn trailing_bytes_and_unknown_keys_are_fine() {
 #[test]
 fn lies_are_refused_by_name() {
     let big = |n: u64| n.to_le_bytes();
-    let cases: [(&str, Builder, &[&str]); 20] = [
+    let cases: [(&str, Builder, &[&str]); 23] = [
         ("version 1", Builder { version: 1, ..good() }, &["version 1"]),
         ("big-endian", Builder { version: 3u32.swap_bytes(), ..good() }, &["big-endian"]),
         ("version 9", Builder { version: 9, ..good() }, &["version 9"]),
         ("duplicate key", good().key("n", 4, &8u32.to_le_bytes()), &["n:", "twice"]),
+        ("line break in a key", good().key("a\nb", 4, &[0; 4]), &["metadata key", "'\\n'"]),
+        ("endless key", good().key(&"k".repeat(65_536), 4, &[0; 4]), &["metadata key", "65536 bytes"]),
+        ("line break in a name", good().tensor("t\r\n", &[1], 0, 192), &["name of tensor", "'\\r'"]),
         ("value type", good().key("odd", 13, &[0; 16]), &["odd", "13"]),
         ("string past the end", good().key("s", 8, &big(1 << 63)), &["s:"]),
         (

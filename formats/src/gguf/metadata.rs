@@ -302,13 +302,7 @@ impl Metadata {
                 Some((last, _)) => format!("metadata key {i} (after {last})"),
                 None => format!("metadata key {i}"),
             };
-            let key = std::str::from_utf8(reader.string(&what)?)
-                .map_err(|_| Error::Key {
-                    key: what,
-                    expected: "a UTF-8 name".to_owned(),
-                    found: "other bytes".to_owned(),
-                })?
-                .to_owned();
+            let key = reader.name(&what)?.to_owned();
             let ty = ValueType::read(reader, &key)?;
             let value = Value::read(reader, file, ty, &key)?;
             if let Some(first) = metadata.value(&key) {
