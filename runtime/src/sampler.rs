@@ -57,7 +57,7 @@ impl Sampler {
         Self { params: params.clone(), draws: ChaCha12Rng::seed_from_u64(seed), kept: Vec::new() }
     }
 
-    /// The next token, given the logits [vocab_size] of every token; they are used up. NaN is never chosen as long as
+    /// The next token, given the logits `[vocab_size]` of every token; they are used up. NaN is never chosen as long as
     /// there is a number.
     ///
     /// Filters apply in this order, each to what the one before left: temperature, top_k, top_p, min_p. Ties go to the

@@ -1,7 +1,7 @@
 //! Conversations to prompts, by the checkpoint's own chat template.
 //!
 //! Templates are Jinja as HF transformers runs it: Python's methods, `tojson` that prints as `json.dumps` does, blocks
-//! trimmed. A control token that a user typed stays text: see [`guard`].
+//! trimmed. A control token that a user typed stays text: see `template/guard.rs`.
 
 mod guard;
 mod json;

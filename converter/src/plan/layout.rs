@@ -23,7 +23,7 @@ pub struct RankLayout {
 /// A tensor's place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placed {
-    /// Index into [`Plan::tensors`].
+    /// Index into `Plan::tensors`.
     pub tensor: usize,
     /// Bytes of the file.
     pub bytes: Range<u64>,
