@@ -4,7 +4,7 @@ use kernels::shape::{MlaForm, Span};
 use std::ops::Range;
 
 /// From this many new tokens on, expanding keys and values per head costs less than moving every query into latent space.
-const MATERIALISE_FROM: usize = 32;
+pub const MATERIALISE_FROM: usize = 32;
 
 /// The tokens of one step. Built by the scheduler, read by every rank.
 #[derive(Clone, Debug, Default)]

@@ -105,6 +105,8 @@ struct GenerationConfig {
     top_k: Option<usize>,
     #[serde(default)]
     min_p: Option<f32>,
+    #[serde(default)]
+    repetition_penalty: Option<f32>,
 }
 
 /// HF writes one id or a list.
@@ -147,7 +149,8 @@ impl GenerationConfig {
             // HF writes 0 for "off".
             top_k: self.top_k.filter(|&top_k| top_k > 0),
             min_p: self.min_p.unwrap_or(model.min_p),
-            seed: None,
+            repetition_penalty: self.repetition_penalty.unwrap_or(model.repetition_penalty),
+            ..model
         };
         let fault = |why: &str| Err(Error::File { path, why: why.into() });
         if eos_token_ids.is_empty() {
@@ -161,6 +164,9 @@ impl GenerationConfig {
         }
         if !(0.0..=1.0).contains(&sampling.min_p) {
             return fault("min_p: expected a number from 0 to 1");
+        }
+        if !(sampling.repetition_penalty > 0.0 && sampling.repetition_penalty.is_finite()) {
+            return fault("repetition_penalty: expected a number above 0");
         }
         Ok(GenerationDefaults { sampling, eos_token_ids })
     }

@@ -1,24 +1,29 @@
 //! The engine: requests in, a stream of tokens out for each.
 
+mod worker;
+
+pub use worker::not_numbers;
+
 use crate::Error;
-use crate::batch::Logits;
+use crate::constraint::Constraint;
 use crate::kv_cache::BlockPool;
+use crate::logprobs::TokenLogprobs;
+use crate::metrics::{Load, Metrics};
 use crate::model::Limits;
-use crate::rank::{RankGroup, RankStopped};
-use crate::sampler::{Sampler, SamplingParams};
-use crate::scheduler::{Scheduled, Scheduler, SchedulerLimits};
-use crate::sequence::{SeqId, Sequence};
+use crate::rank::RankGroup;
+use crate::sampler::SamplingParams;
+use crate::scheduler::{PrefixCache, Scheduler, SchedulerLimits};
 use formats::ModelConfig;
 use formats::checkpoint::Checkpoint;
 use kernels::shape::BLOCK_TOKENS;
-use std::collections::HashMap;
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::atomic::AtomicUsize;
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Instant;
 use tokio::sync::{mpsc, watch};
+use worker::{Command, Ticket, Worker};
 
 /// How a checkpoint is run.
 #[derive(Clone, Debug)]
@@ -33,6 +38,11 @@ pub struct EngineOptions {
     pub max_num_batched_tokens: usize,
     /// Requests that may wait for a place.
     pub max_waiting: usize,
+    /// Bytes that the latent caches of all ranks take together; `None`: what `max_num_seqs` sequences of the longest length
+    /// take, at most 4 GiB or one such sequence.
+    pub kv_cache_bytes: Option<usize>,
+    /// Whether prompts may begin with what others have computed.
+    pub prefix_cache: PrefixCache,
     /// Which arithmetic runs.
     pub arithmetic: Arithmetic,
     /// Whether every byte is held against its digest before anything is loaded.
@@ -47,6 +57,8 @@ impl Default for EngineOptions {
             max_num_seqs: 16,
             max_num_batched_tokens: 512,
             max_waiting: 256,
+            kv_cache_bytes: None,
+            prefix_cache: PrefixCache::On,
             arithmetic: Arithmetic::Fast,
             verify: false,
         }
@@ -69,21 +81,62 @@ pub struct GenerationRequest {
     pub prompt: Vec<u32>,
     /// How the next token is chosen.
     pub sampling: SamplingParams,
-    /// Most tokens to generate, at least one.
+    /// Most tokens to generate; 0 where only the prompt's log-probabilities are wanted.
     pub max_tokens: usize,
     /// Tokens that end the sequence; they are not sent.
     pub stop_token_ids: Vec<u32>,
+    /// Whether log-probabilities of generated tokens are wanted, and of how many likeliest ones beside each.
+    pub logprobs: Option<usize>,
+    /// The same for the tokens of the prompt.
+    pub prompt_logprobs: Option<usize>,
+    /// What the answer must be.
+    pub constraint: Option<Constraint>,
 }
 
-/// What a request's stream carries: any number of tokens, then exactly one `Finished` or `Failed`.
+impl GenerationRequest {
+    /// A request for up to `max_tokens` tokens that nothing ends, drawn from the model's own distribution.
+    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
+        Self {
+            prompt,
+            sampling: SamplingParams::default(),
+            max_tokens,
+            stop_token_ids: Vec::new(),
+            logprobs: None,
+            prompt_logprobs: None,
+            constraint: None,
+        }
+    }
+}
+
+/// What a request's stream carries: log-probabilities of the prompt where they are wanted, `Prompt`, any number of tokens,
+/// then exactly one `Finished` or `Failed`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
+    /// Log-probabilities of the prompt's next tokens, the first of all left out: nothing comes before it.
+    PromptLogprobs(Vec<TokenLogprobs>),
+    /// The prompt is computed; this many of its tokens came from the prefix cache.
+    Prompt {
+        /// Tokens that others had computed.
+        reused: usize,
+    },
     /// The next token.
-    Token(u32),
+    Token {
+        /// Its id.
+        id: u32,
+        /// Where they are wanted.
+        logprobs: Option<TokenLogprobs>,
+    },
     /// The end.
     Finished(FinishReason),
     /// The engine could not go on with this request; what to tell the client.
     Failed(String),
+}
+
+impl Event {
+    /// A token without log-probabilities.
+    pub fn token(id: u32) -> Self {
+        Self::Token { id, logprobs: None }
+    }
 }
 
 /// Why a sequence ended.
@@ -91,6 +144,8 @@ pub enum Event {
 pub enum FinishReason {
     /// A stop token, which is named.
     Stop(u32),
+    /// What it must be allows nothing more.
+    Complete,
     /// `max_tokens`, or the context is full.
     Length,
 }
@@ -143,9 +198,23 @@ pub struct EngineHandle {
     commands: Sender<Command>,
     waiting: Arc<AtomicUsize>,
     stopped: watch::Receiver<Option<String>>,
-    max_model_len: usize,
     max_waiting: usize,
-    vocab_size: usize,
+    model: Arc<ModelInfo>,
+    metrics: Arc<Metrics>,
+}
+
+/// What clients may know of the model that runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelInfo {
+    /// Most tokens of a prompt and its answer together.
+    pub max_model_len: usize,
+    /// Rows of the vocabulary: ids must be below.
+    pub vocab_size: usize,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Positions that a query attended to when the model was trained, where those were not all: beyond, dense attention is
+    /// not what the model knows.
+    pub index_topk: Option<usize>,
 }
 
 impl EngineHandle {
@@ -154,37 +223,35 @@ impl EngineHandle {
     /// # Errors
     /// [`Refusal`] when it cannot be run, or not now.
     pub fn submit(&self, request: GenerationRequest) -> Result<EventStream, Refusal> {
+        let ModelInfo { max_model_len, vocab_size, .. } = *self.model;
         let prompt = request.prompt.len();
         if prompt == 0 {
             return Err(Refusal::EmptyPrompt);
         }
-        if prompt >= self.max_model_len {
-            return Err(Refusal::ContextLength { prompt, max_model_len: self.max_model_len });
+        if prompt + request.max_tokens.min(1) > max_model_len {
+            return Err(Refusal::ContextLength { prompt, max_model_len });
         }
-        if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= self.vocab_size) {
-            return Err(Refusal::Vocabulary { id, vocab_size: self.vocab_size });
+        if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= vocab_size) {
+            return Err(Refusal::Vocabulary { id, vocab_size });
         }
-        let waiting = self.waiting.load(Ordering::Relaxed);
-        if waiting >= self.max_waiting {
-            return Err(Refusal::QueueFull { waiting });
-        }
-        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let ticket = Ticket::draw(&self.waiting, self.max_waiting)?;
         let (events, stream) = mpsc::unbounded_channel();
-        if self.commands.send(Command::Submit(request, events)).is_err() {
+        let arrival = Instant::now();
+        if self.commands.send(Command::Submit { request, events, ticket, arrival }).is_err() {
             let cause = self.stopped.borrow().clone().unwrap_or_else(|| "it was shut down".to_owned());
             return Err(Refusal::Stopped { cause });
         }
         Ok(stream)
     }
 
-    /// Most tokens of a prompt and its answer together.
-    pub fn max_model_len(&self) -> usize {
-        self.max_model_len
+    /// What clients may know of the model.
+    pub fn model(&self) -> &ModelInfo {
+        &self.model
     }
 
-    /// Rows of the vocabulary: ids must be below.
-    pub fn vocab_size(&self) -> usize {
-        self.vocab_size
+    /// What it counts.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 
     /// Waits until the engine has ended, and says why.
@@ -216,23 +283,24 @@ impl Engine {
             crate::verify::verify(&checkpoint)?;
         }
         let (limits, max_model_len) = limits(&manifest.model, manifest.ranks, options)?;
+        check_memory(&manifest.model, manifest.ranks, limits.cache_blocks)?;
+        let begin = Instant::now();
         let group = RankGroup::start(&checkpoint, options, limits)?;
+        let load = Load {
+            seconds: begin.elapsed().as_secs_f64(),
+            rank_bytes: manifest.rank_files.iter().map(|file| file.bytes).collect(),
+        };
+        let metrics = Arc::new(Metrics::new(limits.cache_blocks, load));
         let (commands, inbox) = channel();
         let (stopped_tx, stopped) = watch::channel(None);
         let waiting = Arc::new(AtomicUsize::new(0));
         let scheduler_limits = SchedulerLimits {
             max_num_seqs: options.max_num_seqs,
             max_num_batched_tokens: options.max_num_batched_tokens,
+            prefix_cache: options.prefix_cache,
         };
-        let worker = Worker {
-            group,
-            scheduler: Scheduler::new(scheduler_limits, BlockPool::new(limits.cache_blocks)),
-            clients: HashMap::new(),
-            next_id: 0,
-            waiting: Arc::clone(&waiting),
-            max_model_len,
-            plan: Vec::new(),
-        };
+        let scheduler = Scheduler::new(scheduler_limits, BlockPool::new(limits.cache_blocks));
+        let worker = Worker::new(group, scheduler, max_model_len, Arc::clone(&metrics));
         let thread = std::thread::Builder::new()
             .name("engine".to_owned())
             .spawn(move || {
@@ -245,9 +313,14 @@ impl Engine {
             commands,
             waiting,
             stopped,
-            max_model_len,
             max_waiting: options.max_waiting,
-            vocab_size: manifest.model.vocab_size,
+            model: Arc::new(ModelInfo {
+                max_model_len,
+                vocab_size: manifest.model.vocab_size,
+                ranks: manifest.ranks,
+                index_topk: manifest.model.indexer.as_ref().map(|indexer| indexer.index_topk),
+            }),
+            metrics,
         };
         Ok(Self { handle, thread: Some(thread), name: manifest.name.clone(), ranks: manifest.ranks })
     }
@@ -285,8 +358,24 @@ impl Drop for Engine {
     }
 }
 
-/// Memory that the latent caches of all ranks may take together, unless a longer context is asked for.
+/// Memory that the latent caches of all ranks may take together, unless a longer context or another size is asked for.
 const CACHE_BYTES: usize = 4 << 30;
+
+/// Bytes that a block takes on all ranks.
+fn block_bytes(model: &ModelConfig, ranks: usize) -> usize {
+    let width = model.attention.kv_lora_rank + model.attention.qk_rope_head_dim;
+    BLOCK_TOKENS * width * size_of::<f32>() * model.layers.len() * ranks
+}
+
+/// Asks for the cache's memory once before a rank does, who could only give up: untouched memory costs nothing.
+fn check_memory(model: &ModelConfig, ranks: usize, blocks: usize) -> Result<(), Error> {
+    let bytes = blocks.saturating_mul(block_bytes(model, ranks));
+    Vec::<u8>::new().try_reserve_exact(bytes).map_err(|_| Error::Option {
+        option: "--kv-cache-memory",
+        expected: "what this machine has".to_owned(),
+        found: format!("{bytes} bytes"),
+    })
+}
 
 /// Sizes of buffers and cache, and the context length that they allow.
 fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<(Limits, usize), Error> {
@@ -296,9 +385,18 @@ fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<
     };
     let seqs = at_least_one("--max-num-seqs", options.max_num_seqs)?;
     let chunk = at_least_one("--max-num-batched-tokens", options.max_num_batched_tokens)?;
-    let width = model.attention.kv_lora_rank + model.attention.qk_rope_head_dim;
-    let block_bytes = BLOCK_TOKENS * width * size_of::<f32>() * model.layers.len() * ranks;
-    let affordable = (CACHE_BYTES / block_bytes).max(1);
+    let block_bytes = block_bytes(model, ranks);
+    let too_small = |blocks: usize, what: String| Error::Option {
+        option: "--kv-cache-memory",
+        expected: format!("at least {} bytes, which {what} takes on all ranks", blocks * block_bytes),
+        found: options.kv_cache_bytes.unwrap_or(CACHE_BYTES).to_string(),
+    };
+    let affordable = options.kv_cache_bytes.unwrap_or(CACHE_BYTES) / block_bytes;
+    if affordable == 0 && options.kv_cache_bytes.is_some() {
+        return Err(too_small(1, format!("a block of {BLOCK_TOKENS} tokens")));
+    }
+    // Blocks have 32-bit numbers.
+    let affordable = affordable.clamp(1, u32::MAX as usize - 1);
     let max_model_len = match options.max_model_len {
         None => model.max_position_embeddings.min(affordable * BLOCK_TOKENS),
         Some(len) if (2..=model.max_position_embeddings).contains(&len) => len,
@@ -314,154 +412,12 @@ fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<
         }
     };
     let one = BlockPool::blocks_for(max_model_len);
-    let cache_blocks = one.saturating_mul(seqs).min(affordable).max(one);
+    let cache_blocks = match options.kv_cache_bytes {
+        Some(_) if affordable < one => {
+            return Err(too_small(one, format!("one sequence of {max_model_len} tokens")));
+        }
+        Some(_) => affordable,
+        None => one.saturating_mul(seqs).min(affordable).max(one),
+    };
     Ok((Limits { max_rows: seqs + chunk, max_logit_rows: seqs + chunk, cache_blocks }, max_model_len))
-}
-
-#[derive(Debug)]
-enum Command {
-    Submit(GenerationRequest, mpsc::UnboundedSender<Event>),
-    Stop,
-}
-
-/// What the engine keeps of a request while its sequence lives.
-#[derive(Debug)]
-struct Client {
-    sampler: Sampler,
-    stop_token_ids: Vec<u32>,
-    events: mpsc::UnboundedSender<Event>,
-}
-
-/// The engine's thread.
-struct Worker {
-    group: RankGroup,
-    scheduler: Scheduler,
-    clients: HashMap<SeqId, Client>,
-    next_id: u64,
-    waiting: Arc<AtomicUsize>,
-    max_model_len: usize,
-    plan: Vec<Scheduled>,
-}
-
-impl Worker {
-    /// Runs until it is told to stop or a rank fails; returns why.
-    fn run(mut self, inbox: &Receiver<Command>) -> String {
-        let cause = loop {
-            // With nothing to do, sleep until something comes.
-            if self.clients.is_empty() {
-                match inbox.recv() {
-                    Ok(Command::Submit(request, events)) => self.admit(request, events),
-                    Ok(Command::Stop) | Err(_) => break "it was shut down".to_owned(),
-                }
-            }
-            match self.drain(inbox) {
-                ControlFlow::Continue(()) => {}
-                ControlFlow::Break(()) => break "it was shut down".to_owned(),
-            }
-            self.drop_cancelled();
-            self.scheduler.schedule(&mut self.plan);
-            self.waiting.store(self.scheduler.waiting(), Ordering::Relaxed);
-            if self.plan.is_empty() {
-                continue;
-            }
-            if let Err(stopped) = self.step() {
-                break stopped.to_string();
-            }
-        };
-        for client in self.clients.into_values() {
-            // The client may have gone at the same moment.
-            let _ = client.events.send(Event::Failed(cause.clone()));
-        }
-        cause
-    }
-
-    fn drain(&mut self, inbox: &Receiver<Command>) -> ControlFlow<()> {
-        loop {
-            match inbox.try_recv() {
-                Ok(Command::Submit(request, events)) => self.admit(request, events),
-                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return ControlFlow::Break(()),
-                Err(TryRecvError::Empty) => return ControlFlow::Continue(()),
-            }
-        }
-    }
-
-    fn admit(&mut self, request: GenerationRequest, events: mpsc::UnboundedSender<Event>) {
-        let id = SeqId(self.next_id);
-        self.next_id += 1;
-        let max_len = request.prompt.len().saturating_add(request.max_tokens).min(self.max_model_len);
-        let sampler = Sampler::new(&request.sampling);
-        self.scheduler.add(Sequence::new(id, request.prompt, max_len));
-        self.clients.insert(id, Client { sampler, stop_token_ids: request.stop_token_ids, events });
-    }
-
-    fn drop_cancelled(&mut self) {
-        let scheduler = &mut self.scheduler;
-        self.clients.retain(|id, client| {
-            let gone = client.events.is_closed();
-            if gone {
-                scheduler.remove(*id);
-            }
-            !gone
-        });
-    }
-
-    fn step(&mut self) -> Result<(), RankStopped> {
-        let Self { group, scheduler, clients, plan, .. } = self;
-        let vocab_size = group.vocab_size();
-        let logits = group.step(|batch| {
-            for part in &*plan {
-                let sequence = scheduler.sequence(part.id).expect("only running sequences are scheduled");
-                let cached = sequence.cached();
-                let rows = if part.sample { Logits::Last } else { Logits::None };
-                batch.push(&sequence.tokens()[cached..cached + part.tokens], cached, sequence.blocks(), rows);
-            }
-        })?;
-        let mut rows = logits.chunks_exact_mut(vocab_size);
-        for &part in &*plan {
-            if !part.sample {
-                scheduler.advance(part, None);
-                continue;
-            }
-            let row = rows.next().expect("a row of logits for every sampled sequence");
-            if let Some(fault) = not_numbers(row) {
-                scheduler.remove(part.id);
-                if let Some(client) = clients.remove(&part.id) {
-                    // The client may have gone at the same moment.
-                    let _ = client.events.send(Event::Failed(fault));
-                }
-                continue;
-            }
-            let client = clients.get_mut(&part.id).expect("every sequence has its client");
-            let token = client.sampler.sample(row);
-            if client.stop_token_ids.contains(&token) {
-                finish(scheduler, clients, part.id, FinishReason::Stop(token));
-                continue;
-            }
-            // A client that went away is found before the next step.
-            let _ = client.events.send(Event::Token(token));
-            scheduler.advance(part, Some(token));
-            if scheduler.sequence(part.id).is_some_and(Sequence::is_full) {
-                finish(scheduler, clients, part.id, FinishReason::Length);
-            }
-        }
-        Ok(())
-    }
-}
-
-/// What to say of logits that no token can be drawn from: weights that are no numbers make them, and a sampler would answer
-/// with whatever token comes first.
-pub fn not_numbers(logits: &[f32]) -> Option<String> {
-    let at = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY)?;
-    Some(format!(
-        "the model's logits are no finite numbers (token {at}: {}), so the checkpoint's weights are damaged: `shardmill verify` it with its source",
-        logits[at]
-    ))
-}
-
-fn finish(scheduler: &mut Scheduler, clients: &mut HashMap<SeqId, Client>, id: SeqId, reason: FinishReason) {
-    scheduler.remove(id);
-    if let Some(client) = clients.remove(&id) {
-        // The client may have gone at the same moment.
-        let _ = client.events.send(Event::Finished(reason));
-    }
 }

@@ -83,11 +83,13 @@ impl Generation {
 
     fn take(&mut self, event: Option<Event>) -> Result<Step, Interrupted> {
         match event {
-            Some(Event::Token(token)) => {
+            Some(Event::Token { id: token, .. }) => {
                 self.completion_tokens += 1;
                 let piece = self.text.push(token);
                 Ok(if self.text.stopped() { self.end(piece, Ending::Stop) } else { Step::Piece(piece) })
             }
+            Some(Event::PromptLogprobs(_) | Event::Prompt { .. }) => Ok(Step::Piece(Piece::default())),
+            Some(Event::Finished(FinishReason::Complete)) => Ok(self.end(Piece::default(), Ending::Stop)),
             Some(Event::Finished(FinishReason::Stop(_))) => {
                 self.completion_tokens += 1;
                 Ok(self.end(Piece::default(), Ending::Stop))

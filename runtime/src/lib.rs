@@ -5,6 +5,7 @@
 
 pub mod batch;
 pub mod comm;
+pub mod constraint;
 pub mod dialect;
 pub mod engine;
 mod error;
@@ -12,6 +13,8 @@ pub mod generation;
 pub mod kv_cache;
 pub mod load;
 pub mod logits;
+pub mod logprobs;
+pub mod metrics;
 mod mla;
 pub mod model;
 mod moe;

@@ -1,5 +1,10 @@
 //! Logits to the next token: greedy, or a draw from a seeded stream of the sequence's own.
 
+mod processors;
+
+pub use processors::Processors;
+pub(crate) use processors::ban;
+
 use rand_chacha::ChaCha12Rng;
 use rand_core::{Rng, SeedableRng};
 use std::hash::BuildHasher;
@@ -17,12 +22,33 @@ pub struct SamplingParams {
     pub min_p: f32,
     /// Of the draws; `None` takes one from the operating system.
     pub seed: Option<u64>,
+    /// Divides the positive logits and multiplies the negative ones of every token that was in prompt or answer; 1 is off.
+    pub repetition_penalty: f32,
+    /// Taken from the logit of every token that was in the answer; 0 is off.
+    pub presence_penalty: f32,
+    /// Taken from the logit of a token for each time that it was in the answer; 0 is off.
+    pub frequency_penalty: f32,
+    /// Added to the logits of some tokens.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Tokens before which no stop token is drawn.
+    pub min_tokens: usize,
 }
 
 impl Default for SamplingParams {
     /// The model's own distribution.
     fn default() -> Self {
-        Self { temperature: 1.0, top_p: 1.0, top_k: None, min_p: 0.0, seed: None }
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: None,
+            min_p: 0.0,
+            seed: None,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            min_tokens: 0,
+        }
     }
 }
 

@@ -1,20 +1,38 @@
 //! Which tokens go into the next step. No device and no clock in here.
 //!
-//! Sequences start in the order they came. A running sequence has blocks for its longest possible answer, so nothing ever
-//! has to be thrown out again. Prompts go in whole chunks of `max_num_batched_tokens`, cut at the same places whatever else
-//! runs, so that an answer does not depend on the load.
+//! - Sequences start in the order they came, as soon as there are blocks for their tokens and a little more. Running ones get
+//!   a block whenever they need one; when none is left, the youngest gives all of its blocks up, waits at the head of the
+//!   queue and is computed again. The oldest always goes on, so everything comes to its end.
+//! - A step has a token of every sequence that generates, then chunks of prompts. Prompts take turns, so that a short one
+//!   does not wait for the whole of a long one, and a long one holds a step up by one chunk at most.
+//! - An answer depends neither on the load nor on what is in the prefix cache: prompts are cut at multiples of
+//!   `max_num_batched_tokens` whatever else runs, a prefix is reused only where the rest of its chunk is computed in the same
+//!   form as the whole, and generated tokens that are computed again are never computed as a prompt.
 
-use crate::kv_cache::BlockPool;
-use crate::sequence::{SeqId, Sequence};
-use std::collections::VecDeque;
+use crate::batch::MATERIALISE_FROM;
+use crate::kv_cache::{BlockHash, BlockPool};
+use crate::sequence::{Prefix, SeqId, Sequence};
+use kernels::shape::BLOCK_TOKENS;
+use std::collections::{HashSet, VecDeque};
 
 /// What bounds a step.
 #[derive(Clone, Copy, Debug)]
 pub struct SchedulerLimits {
     /// Sequences that run at the same time.
     pub max_num_seqs: usize,
-    /// Prompt tokens of a step, and the length of a prompt's chunks.
+    /// Prompt tokens of a step, and the length of a prompt's chunks; above a block's length, multiples of it count.
     pub max_num_batched_tokens: usize,
+    /// Whether prompts may begin with blocks that others have computed.
+    pub prefix_cache: PrefixCache,
+}
+
+/// Whether prompts may begin with blocks that others have computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PrefixCache {
+    /// They may.
+    On,
+    /// Every prompt is computed whole.
+    Off,
 }
 
 /// One sequence's part of a step.
@@ -33,14 +51,25 @@ pub struct Scheduled {
 pub struct Scheduler {
     limits: SchedulerLimits,
     pool: BlockPool,
+    /// Oldest first.
     waiting: VecDeque<Sequence>,
+    /// Oldest first, all older than those that wait.
     running: Vec<Sequence>,
+    round: u64,
+    preemptions: u64,
 }
 
 impl Scheduler {
     /// No sequences yet. `pool` must have room for the longest sequence that will ever be added.
-    pub fn new(limits: SchedulerLimits, pool: BlockPool) -> Self {
-        Self { limits, pool, waiting: VecDeque::new(), running: Vec::new() }
+    pub fn new(mut limits: SchedulerLimits, pool: BlockPool) -> Self {
+        let chunk = limits.max_num_batched_tokens;
+        if chunk >= BLOCK_TOKENS {
+            limits.max_num_batched_tokens = chunk - chunk % BLOCK_TOKENS;
+        } else if chunk >= MATERIALISE_FROM {
+            // A full block could then have been computed in either form.
+            limits.prefix_cache = PrefixCache::Off;
+        }
+        Self { limits, pool, waiting: VecDeque::new(), running: Vec::new(), round: 0, preemptions: 0 }
     }
 
     /// Puts a sequence at the end of the queue.
@@ -55,47 +84,50 @@ impl Scheduler {
         self.waiting.push_back(sequence);
     }
 
-    /// Takes a sequence out, wherever it is, and frees its blocks.
+    /// Takes a sequence out, wherever it is, and frees its blocks. What they hold of its prompt can still be reused.
     pub fn remove(&mut self, id: SeqId) {
         self.waiting.retain(|sequence| sequence.id() != id);
-        if let Some(i) = self.running.iter().position(|sequence| sequence.id() == id) {
-            let mut sequence = self.running.remove(i);
+        if let Some(at) = self.position(id) {
+            let mut sequence = self.running.remove(at);
             self.pool.give_back(sequence.release());
         }
     }
 
-    /// The next step: a token of every sequence that generates, then chunks of prompts, oldest first. Empty when there is
-    /// nothing to do.
+    /// The next step. Empty only when there is nothing to do.
     pub fn schedule(&mut self, step: &mut Vec<Scheduled>) {
         step.clear();
+        self.round += 1;
         self.admit();
-        for sequence in self.running.iter().filter(|sequence| sequence.pending() == 1) {
-            step.push(Scheduled { id: sequence.id(), tokens: 1, sample: true });
-        }
-        let mut room = self.limits.max_num_batched_tokens;
-        for sequence in self.running.iter().filter(|sequence| sequence.pending() > 1) {
-            let tokens = sequence.pending().min(self.limits.max_num_batched_tokens);
-            if tokens > room {
-                break;
+        let generating = self.ids(|sequence| sequence.pending() == 1);
+        for id in generating {
+            // An older one may have taken its blocks.
+            let Some(at) = self.position(id) else { continue };
+            if self.make_room(at, 1, step) {
+                step.push(Scheduled { id, tokens: 1, sample: true });
             }
-            room -= tokens;
-            step.push(Scheduled { id: sequence.id(), tokens, sample: tokens == sequence.pending() });
         }
+        self.schedule_chunks(step);
     }
 
     /// A running sequence.
     pub fn sequence(&self, id: SeqId) -> Option<&Sequence> {
-        self.running.iter().find(|sequence| sequence.id() == id)
+        self.position(id).map(|at| &self.running[at])
     }
 
     /// Says that a scheduled part was computed, and which token was sampled after it, if one was.
     pub fn advance(&mut self, done: Scheduled, token: Option<u32>) {
-        let Some(sequence) = self.running.iter_mut().find(|sequence| sequence.id() == done.id) else {
+        let Some(at) = self.position(done.id) else {
             return;
         };
+        let sequence = &mut self.running[at];
         sequence.mark_cached(done.tokens);
         if let Some(token) = token {
             sequence.push(token);
+        }
+        if self.limits.prefix_cache == PrefixCache::On {
+            for (block, hash) in sequence.newly_full() {
+                self.pool.publish(block, hash);
+            }
         }
     }
 
@@ -109,114 +141,146 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Blocks that no sequence has.
-    pub fn free_blocks(&self) -> usize {
-        self.pool.free()
+    /// The blocks.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
     }
 
+    /// How often a sequence had to give its blocks up so far.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
+    fn position(&self, id: SeqId) -> Option<usize> {
+        self.running.iter().position(|sequence| sequence.id() == id)
+    }
+
+    fn ids(&self, which: impl Fn(&Sequence) -> bool) -> Vec<SeqId> {
+        self.running.iter().filter(|sequence| which(sequence)).map(Sequence::id).collect()
+    }
+
+    /// Starts sequences for whose tokens there is room, and a block to spare for each that runs.
     fn admit(&mut self) {
+        let needed = |sequence: &Sequence| BlockPool::blocks_for(sequence.tokens().len() + 1);
+        let mut promised: usize = self
+            .running
+            .iter()
+            .map(|sequence| needed(sequence).saturating_sub(sequence.blocks().len()))
+            .sum();
         while self.running.len() < self.limits.max_num_seqs {
             let Some(first) = self.waiting.front() else { return };
-            let Some(blocks) = self.pool.take(BlockPool::blocks_for(first.max_len())) else { return };
-            let mut sequence = self.waiting.pop_front().expect("it has a front");
-            sequence.admit(blocks);
+            let wanted = promised + needed(first) + self.running.len();
+            if wanted > self.pool.available() && !self.running.is_empty() {
+                return;
+            }
+            promised += needed(first);
+            let sequence = self.waiting.pop_front().expect("it has a front");
             self.running.push(sequence);
         }
     }
+
+    /// Chunks of prompts, and of answers that are computed again: who waited longest comes first.
+    fn schedule_chunks(&mut self, step: &mut Vec<Scheduled>) {
+        let mut room = self.limits.max_num_batched_tokens;
+        let mut turn: Vec<(u64, SeqId)> = self
+            .running
+            .iter()
+            .filter(|sequence| sequence.pending() > 1)
+            .map(|sequence| (sequence.served, sequence.id()))
+            .collect();
+        turn.sort_unstable();
+        let mut coming: HashSet<BlockHash> = HashSet::new();
+        for (_, id) in turn {
+            let Some(at) = self.position(id) else { continue };
+            self.reuse_prefix(at);
+            let chunk = self.limits.max_num_batched_tokens;
+            let sequence = &mut self.running[at];
+            let tokens = next_part(sequence, chunk);
+            if tokens > room {
+                break;
+            }
+            // Another prompt of this step has the same next block: it can be taken over in the next step.
+            let next_block = sequence.cached() / BLOCK_TOKENS;
+            let is_full = (next_block + 1) * BLOCK_TOKENS < sequence.prompt();
+            let reuses = self.limits.prefix_cache == PrefixCache::On && sequence.prefix() == Prefix::Reuse;
+            let hash = (reuses && is_full).then(|| sequence.hash(next_block));
+            if hash.is_some_and(|hash| coming.contains(&hash)) || !self.make_room(at, tokens, step) {
+                continue;
+            }
+            coming.extend(hash);
+            let at = self.position(id).expect("room is made at the cost of others");
+            let sequence = &mut self.running[at];
+            sequence.served = self.round;
+            room -= tokens;
+            step.push(Scheduled { id, tokens, sample: tokens == sequence.pending() });
+        }
+    }
+
+    /// Lets a prompt go on behind what the pool knows of it.
+    fn reuse_prefix(&mut self, at: usize) {
+        let chunk = self.limits.max_num_batched_tokens;
+        let sequence = &mut self.running[at];
+        let cached = sequence.cached();
+        let is_allowed = self.limits.prefix_cache == PrefixCache::On && sequence.prefix() == Prefix::Reuse;
+        if !is_allowed || !cached.is_multiple_of(BLOCK_TOKENS) || cached >= sequence.prompt() {
+            return;
+        }
+        let mut found = Vec::new();
+        let first = cached / BLOCK_TOKENS;
+        // Of a prompt that is all there is, the last token must be computed.
+        let last = (sequence.prompt() - 1) / BLOCK_TOKENS;
+        while first + found.len() < last {
+            let hash = sequence.hash(first + found.len());
+            let Some(block) = self.pool.find(&hash) else { break };
+            found.push(block);
+        }
+        let is_right = |blocks: usize| keeps_form((first + blocks) * BLOCK_TOKENS, sequence.prompt(), chunk);
+        let usable = (0..=found.len()).rev().find(|&blocks| blocks == 0 || is_right(blocks)).unwrap_or(0);
+        self.pool.give_back(found.split_off(usable));
+        sequence.reuse(found);
+    }
+
+    /// Gives a running sequence the blocks for its next `tokens`; younger ones give up theirs when none is left. False when
+    /// it is the youngest itself and must wait.
+    fn make_room(&mut self, at: usize, tokens: usize, step: &mut Vec<Scheduled>) -> bool {
+        let sequence = &self.running[at];
+        let needed =
+            BlockPool::blocks_for(sequence.cached() + tokens).saturating_sub(sequence.blocks().len());
+        loop {
+            if let Some(blocks) = self.pool.take(needed) {
+                self.running[at].append_blocks(blocks);
+                return true;
+            }
+            if at + 1 == self.running.len() {
+                return false;
+            }
+            let mut youngest = self.running.pop().expect("there is one behind this one");
+            self.pool.give_back(youngest.release());
+            step.retain(|part| part.id != youngest.id());
+            self.waiting.push_front(youngest);
+            self.preemptions += 1;
+        }
+    }
+}
+
+/// How many tokens a sequence with several pending ones computes next.
+fn next_part(sequence: &Sequence, chunk: usize) -> usize {
+    let cached = sequence.cached();
+    if cached < sequence.prompt() {
+        let end = sequence.prompt().min(cached - cached % chunk + chunk);
+        return end - cached;
+    }
+    // Generated tokens came one by one, in the form of few.
+    sequence.pending().min(MATERIALISE_FROM - 1).min(chunk)
+}
+
+/// Whether a prompt whose first `cached` tokens are known computes the rest of the chunk there in the form in which it would
+/// compute the whole chunk.
+fn keeps_form(cached: usize, prompt: usize, chunk: usize) -> bool {
+    let start = cached - cached % chunk;
+    let end = prompt.min(start + chunk);
+    cached == start || end - start < MATERIALISE_FROM || end - cached >= MATERIALISE_FROM
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const LIMITS: SchedulerLimits = SchedulerLimits { max_num_seqs: 3, max_num_batched_tokens: 8 };
-
-    fn sequence(id: u64, prompt: usize, max_len: usize) -> Sequence {
-        Sequence::new(SeqId(id), vec![1; prompt], max_len)
-    }
-
-    fn step(scheduler: &mut Scheduler) -> Vec<(u64, usize, bool)> {
-        let mut plan = Vec::new();
-        scheduler.schedule(&mut plan);
-        for &part in &plan {
-            scheduler.advance(part, part.sample.then_some(7));
-        }
-        plan.iter().map(|part| (part.id.0, part.tokens, part.sample)).collect()
-    }
-
-    #[test]
-    fn long_prompts_go_in_chunks_while_others_generate() {
-        let mut scheduler = Scheduler::new(LIMITS, BlockPool::new(8));
-        scheduler.add(sequence(0, 2, 64));
-        assert_eq!(step(&mut scheduler), [(0, 2, true)]);
-        scheduler.add(sequence(1, 19, 64));
-        assert_eq!(step(&mut scheduler), [(0, 1, true), (1, 8, false)]);
-        assert_eq!(step(&mut scheduler), [(0, 1, true), (1, 8, false)]);
-        assert_eq!(step(&mut scheduler), [(0, 1, true), (1, 3, true)]);
-        assert_eq!(step(&mut scheduler), [(0, 1, true), (1, 1, true)]);
-    }
-
-    #[test]
-    fn chunks_do_not_depend_on_the_load() {
-        let mut scheduler = Scheduler::new(LIMITS, BlockPool::new(8));
-        scheduler.add(sequence(0, 5, 64));
-        scheduler.add(sequence(1, 10, 64));
-        assert_eq!(
-            step(&mut scheduler),
-            [(0, 5, true)],
-            "the second prompt's chunk of 8 does not fit and is not cut"
-        );
-        assert_eq!(step(&mut scheduler), [(0, 1, true), (1, 8, false)]);
-    }
-
-    /// Random arrivals, cancels and lengths: every sequence comes to its end, in bounded time, and no block is lost.
-    #[test]
-    fn nobody_starves_and_no_block_leaks() {
-        let mut random = 1u64;
-        let mut next = |below: u64| {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (random >> 33) % below
-        };
-        for _ in 0..50 {
-            let mut scheduler = Scheduler::new(LIMITS, BlockPool::new(4));
-            let mut alive = Vec::new();
-            let mut id = 0;
-            for _ in 0..200 {
-                if next(3) == 0 {
-                    let prompt = 1 + next(100) as usize;
-                    scheduler.add(sequence(id, prompt, prompt + 1 + next(100) as usize));
-                    alive.push(SeqId(id));
-                    id += 1;
-                }
-                if !alive.is_empty() && next(10) == 0 {
-                    scheduler.remove(alive.swap_remove(next(alive.len() as u64) as usize));
-                }
-                run(&mut scheduler, &mut alive);
-            }
-            let mut steps = 0;
-            while !alive.is_empty() {
-                run(&mut scheduler, &mut alive);
-                steps += 1;
-                assert!(steps < 300 * 200, "a sequence never ends");
-            }
-            assert_eq!((scheduler.waiting(), scheduler.running(), scheduler.free_blocks()), (0, 0, 4));
-        }
-
-        fn run(scheduler: &mut Scheduler, alive: &mut Vec<SeqId>) {
-            let mut plan = Vec::new();
-            scheduler.schedule(&mut plan);
-            assert!(plan.is_empty() == alive.is_empty(), "work waits and nothing runs");
-            assert!(
-                plan.iter().filter(|p| p.tokens > 1).map(|p| p.tokens).sum::<usize>()
-                    <= LIMITS.max_num_batched_tokens
-            );
-            for part in plan {
-                scheduler.advance(part, part.sample.then_some(7));
-                if scheduler.sequence(part.id).is_some_and(Sequence::is_full) {
-                    scheduler.remove(part.id);
-                    alive.retain(|id| *id != part.id);
-                }
-            }
-        }
-    }
-}
+mod tests;

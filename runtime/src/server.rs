@@ -35,7 +35,7 @@ impl Backend for EngineHandle {
     }
 
     fn max_model_len(&self) -> usize {
-        Self::max_model_len(self)
+        self.model().max_model_len
     }
 }
 

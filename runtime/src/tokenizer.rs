@@ -138,6 +138,11 @@ impl Tokenizer {
         self.added.control.contains_key(&id)
     }
 
+    /// Whether an id is an added token: a control token, or one such as `<think>` that is found in a text before any other.
+    pub fn is_added(&self, id: u32) -> bool {
+        self.added.ids.binary_search(&id).is_ok()
+    }
+
     /// One more than the largest id. The model may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.bytes.len()

@@ -17,7 +17,7 @@ use std::time::Duration;
 fn answer(text: &str) -> Vec<Event> {
     let ids = common::dialect().tokenizer().encode(text, Specials::Recognised).unwrap();
     let stop = Event::Finished(FinishReason::Stop(4083));
-    ids.into_iter().map(Event::Token).chain([stop]).collect()
+    ids.into_iter().map(Event::token).chain([stop]).collect()
 }
 
 fn says(text: &str) -> Script {
@@ -404,7 +404,7 @@ fn stop_strings_end_the_answer_and_the_request() {
 
 #[test]
 fn length_is_told_from_stop() {
-    let cut = || Script::Send(vec![Event::Token(1399), Event::Finished(FinishReason::Length)]);
+    let cut = || Script::Send(vec![Event::token(1399), Event::Finished(FinishReason::Length)]);
     let server = TestServer::start([cut(), cut()]);
     let json = server.chat(&json!({"messages": user("x"), "max_tokens": 1})).json();
     assert_eq!(
@@ -418,7 +418,7 @@ fn length_is_told_from_stop() {
 
 #[test]
 fn control_tokens_are_not_part_of_the_text() {
-    let tokens = [1399, 4083, 4076, 1513].map(Event::Token);
+    let tokens = [1399, 4083, 4076, 1513].map(Event::token);
     let end = Event::Finished(FinishReason::Length);
     let server = TestServer::start([Script::Send(tokens.into_iter().chain([end]).collect())]);
     let json = server.complete(&json!({"prompt": "x", "ignore_eos": true, "max_tokens": 4})).json();
@@ -459,8 +459,8 @@ fn what_the_engine_refuses_has_its_status() {
 
 #[test]
 fn a_failure_on_the_way_is_an_event_with_an_error() {
-    let failing = || Script::Send(vec![Event::Token(1399), Event::Failed("rank 2 has failed".into())]);
-    let server = TestServer::start([failing(), failing(), Script::Send(vec![Event::Token(1399)])]);
+    let failing = || Script::Send(vec![Event::token(1399), Event::Failed("rank 2 has failed".into())]);
+    let server = TestServer::start([failing(), failing(), Script::Send(vec![Event::token(1399)])]);
     let chunks = server.chat(&json!({"messages": user("x"), "stream": true})).chunks();
     assert_eq!(texts(&chunks, "content"), "Hello");
     assert_eq!(chunks.last().unwrap()["error"]["message"], "rank 2 has failed");
@@ -472,7 +472,7 @@ fn a_failure_on_the_way_is_an_event_with_an_error() {
 
 #[test]
 fn a_client_that_goes_away_cancels_its_request() {
-    let hello = || Script::Hang(vec![Event::Token(1399)]);
+    let hello = || Script::Hang(vec![Event::token(1399)]);
     let server = TestServer::start([hello(), hello(), Script::Hang(vec![]), hello()]);
     let body = json!({"messages": user("x")}).to_string();
     let streaming = json!({"messages": user("x"), "stream": true}).to_string();
@@ -503,7 +503,7 @@ fn a_silent_stream_is_kept_open_by_comments() {
         assert!(count > 0, "{seen}");
         seen.push_str(std::str::from_utf8(&buffer[..count]).unwrap());
     }
-    server.engine.send(&Event::Token(1399));
+    server.engine.send(&Event::token(1399));
     server.engine.send(&Event::Finished(FinishReason::Length));
     stream.read_to_string(&mut seen).unwrap();
     let body = http::unchunk(seen.split_once("\r\n\r\n").unwrap().1);
@@ -529,9 +529,9 @@ fn tokens_are_sent_as_they_come() {
         }
     };
     wait_for("assistant");
-    server.engine.send(&Event::Token(1399));
+    server.engine.send(&Event::token(1399));
     wait_for("Hello");
-    server.engine.send(&Event::Token(1513));
+    server.engine.send(&Event::token(1513));
     wait_for(" world");
     server.engine.send(&Event::Finished(FinishReason::Length));
     wait_for("[DONE]");
@@ -580,7 +580,7 @@ fn unknown_places_and_wrong_methods_say_so_in_json() {
 
 #[test]
 fn a_stop_lets_answers_end_but_not_for_ever() {
-    let hello = || Script::Hang(vec![Event::Token(1399)]);
+    let hello = || Script::Hang(vec![Event::token(1399)]);
     let body = json!({"messages": user("x"), "stream": true}).to_string();
     let started = |server: &TestServer| {
         let mut stream = server.open("POST", "/v1/chat/completions", body.as_bytes());

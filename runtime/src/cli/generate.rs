@@ -84,6 +84,7 @@ impl SamplingArgs {
             },
             min_p: self.min_p.unwrap_or(defaults.min_p),
             seed: self.seed,
+            ..defaults.clone()
         }
     }
 }
@@ -100,7 +101,7 @@ impl Generate {
             sampling: self.sampling.params(&defaults.sampling),
             max_tokens: self.max_tokens.unwrap_or(usize::MAX),
             stop_token_ids: defaults.eos_token_ids.clone(),
-            prompt,
+            ..GenerationRequest::new(prompt, usize::MAX)
         };
         let prompt_tokens = request.prompt.len();
         let events = engine.handle().submit(request).map_err(|refusal| Error::Usage(refusal.to_string()))?;

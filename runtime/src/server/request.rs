@@ -154,10 +154,9 @@ impl Common {
             }
         };
         let generation = GenerationRequest {
-            prompt,
             sampling: self.sampling,
-            max_tokens,
             stop_token_ids: self.stop_token_ids,
+            ..GenerationRequest::new(prompt, max_tokens)
         };
         Ok(Job { generation, stop: self.stop, opening, delivery: self.delivery })
     }
@@ -184,6 +183,7 @@ fn sampling(fields: &Fields<'_>, defaults: &SamplingParams) -> Result<SamplingPa
         },
         min_p: fields.number("min_p", unit)?.map_or(defaults.min_p, |number| number as f32),
         seed,
+        ..defaults.clone()
     })
 }
 

@@ -1,0 +1,64 @@
+//! Log-probabilities of tokens, as the model itself has them: before any temperature, bias, penalty or grammar.
+
+/// How likely a token was, and which were likeliest in its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    /// The token.
+    pub token: u32,
+    /// Its natural log-probability.
+    pub logprob: f32,
+    /// The likeliest tokens with theirs, likeliest first; as many as were asked for.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Reads `token`'s log-probability and the `top` likeliest ones off the logits `[vocab_size]`. Of equal ones the smaller id
+/// comes first.
+///
+/// # Panics
+/// On a token that has no logit.
+pub fn logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+    let normaliser = f64::from(largest) + sum.ln();
+    let logprob = |id: u32| (f64::from(logits[id as usize]) - normaliser) as f32;
+    let likelier =
+        |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then_with(|| a.cmp(b));
+    let mut ids: Vec<u32> = Vec::new();
+    if top > 0 {
+        ids.extend(0..u32::try_from(logits.len()).expect("token ids are 32 bits wide"));
+        if top < ids.len() {
+            ids.select_nth_unstable_by(top, likelier);
+            ids.truncate(top);
+        }
+        ids.sort_unstable_by(likelier);
+    }
+    TokenLogprobs {
+        token,
+        logprob: logprob(token),
+        top: ids.into_iter().map(|id| (id, logprob(id))).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn they_are_the_log_softmax() {
+        let logits = [1.0f32, 3.0, 3.0, -1e30];
+        let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+        let exact = |logit: f32| (f64::from(logit) - sum.ln()) as f32;
+        let read = logprobs(&logits, 0, 3);
+        assert_eq!((read.token, read.logprob), (0, exact(1.0)));
+        assert_eq!(read.top, [(1, exact(3.0)), (2, exact(3.0)), (0, exact(1.0))]);
+        assert_eq!(logprobs(&logits, 2, 0).top, []);
+        assert_eq!(logprobs(&logits, 2, 9).top.len(), 4);
+        assert_eq!(logprobs(&[5.0], 0, 1).top, [(0, 0.0)]);
+    }
+
+    #[test]
+    fn large_logits_do_not_overflow() {
+        let read = logprobs(&[1e30, 1e30], 1, 1);
+        assert!((read.logprob - 0.5f32.ln()).abs() < 1e-6 || read.logprob == 0.0, "{read:?}");
+    }
+}
