@@ -1,13 +1,14 @@
 //! How a checkpoint speaks: its tokenizer, its chat template and its generation defaults, opened together.
 
 use crate::Error;
+use crate::constraint::Grammars;
 use crate::sampler::SamplingParams;
 use crate::template::{ChatInput, ChatTemplate, RenderError};
-use crate::text::{AnswerText, Opening, THINK_END, THINK_START};
+use crate::text::{AnswerText, Opening, Reading, THINK_END, THINK_START, ToolFormat};
 use crate::tokenizer::Tokenizer;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The file's name in a checkpoint.
 const FILE: &str = "generation_config.json";
@@ -20,6 +21,8 @@ pub struct Dialect {
     defaults: GenerationDefaults,
     /// Whether the vocabulary has both reasoning markers.
     thinks: bool,
+    tool_format: Option<ToolFormat>,
+    grammars: OnceLock<Result<Grammars, String>>,
 }
 
 /// What a request that says nothing gets.
@@ -49,9 +52,11 @@ impl Dialect {
                 }
             }
         }
-        let defaults = config.defaults(path)?;
+        let defaults = config.defaults(path, tokenizer.vocab_size())?;
         let thinks = [THINK_START, THINK_END].iter().all(|marker| tokenizer.token_id(marker).is_some());
-        Ok(Self { tokenizer: Arc::new(tokenizer), template, defaults, thinks })
+        let tool_format = template.as_ref().and_then(|template| ToolFormat::of_template(template.source()));
+        let grammars = OnceLock::new();
+        Ok(Self { tokenizer: Arc::new(tokenizer), template, defaults, thinks, tool_format, grammars })
     }
 
     /// The vocabulary.
@@ -87,8 +92,32 @@ impl Dialect {
     }
 
     /// The text of an answer to come.
-    pub fn answer(&self, stop: &[String], opening: Opening) -> AnswerText {
-        AnswerText::new(Arc::clone(&self.tokenizer), stop, opening)
+    pub fn answer(&self, reading: &Reading) -> AnswerText {
+        AnswerText::new(Arc::clone(&self.tokenizer), reading)
+    }
+
+    /// How the model writes tool calls; `None` where its template teaches none that this program reads.
+    pub fn tool_format(&self) -> Option<&ToolFormat> {
+        self.tool_format.as_ref()
+    }
+
+    /// The chat template's text.
+    pub fn template(&self) -> Option<&str> {
+        self.template.as_ref().map(ChatTemplate::source)
+    }
+
+    /// The token that ends the reasoning, where it is one token.
+    pub fn think_end(&self) -> Option<u32> {
+        self.tokenizer.token_id(THINK_END)
+    }
+
+    /// Compiles what answers must be. The first call takes a while.
+    ///
+    /// # Errors
+    /// One line, when the vocabulary does not allow it.
+    pub fn grammars(&self) -> Result<&Grammars, String> {
+        let made = self.grammars.get_or_init(|| Grammars::new(&self.tokenizer, &self.defaults.eos_token_ids));
+        made.as_ref().map_err(Clone::clone)
     }
 }
 
@@ -137,7 +166,7 @@ impl GenerationConfig {
         serde_json::from_slice(&json).map_err(|error| fault(error.to_string()))
     }
 
-    fn defaults(self, path: PathBuf) -> Result<GenerationDefaults, Error> {
+    fn defaults(self, path: PathBuf, vocab_size: usize) -> Result<GenerationDefaults, Error> {
         let eos_token_ids = match self.eos_token_id {
             TokenIds::One(id) => vec![id],
             TokenIds::Many(ids) => ids,
@@ -152,6 +181,12 @@ impl GenerationConfig {
             repetition_penalty: self.repetition_penalty.unwrap_or(model.repetition_penalty),
             ..model
         };
+        if let Some(id) = eos_token_ids.iter().find(|&&id| id as usize >= vocab_size) {
+            let why = format!(
+                "eos_token_id: expected ids below {vocab_size}, the vocabulary, found {id}: convert the model again"
+            );
+            return Err(Error::File { path, why });
+        }
         let fault = |why: &str| Err(Error::File { path, why: why.into() });
         if eos_token_ids.is_empty() {
             return fault("eos_token_id is empty: no token would end an answer");

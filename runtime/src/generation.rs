@@ -1,6 +1,7 @@
 //! One answer as it comes: the engine's events turned into text, counted, and ended.
 
 use crate::engine::{Event, EventStream, FinishReason};
+use crate::logprobs::TokenLogprobs;
 use crate::text::{AnswerText, Piece};
 use std::task::{Context, Poll, ready};
 
@@ -9,23 +10,62 @@ pub struct Generation {
     /// `None` when it has ended.
     events: Option<EventStream>,
     text: AnswerText,
-    completion_tokens: usize,
+    counts: Counts,
+}
+
+/// Tokens of an answer so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// That the model generated, the one that ended it included.
+    pub completion: usize,
+    /// Of them, those that are reasoning.
+    pub reasoning: usize,
+    /// Of the prompt, those that came from the prefix cache.
+    pub cached: usize,
+}
+
+/// A part of an answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Part {
+    /// What can be shown by now.
+    pub piece: Piece,
+    /// Of the tokens since the last part, where they are wanted.
+    pub logprobs: Vec<TokenLogprobs>,
+}
+
+impl Part {
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.piece.is_empty() && self.logprobs.is_empty()
+    }
+
+    /// Puts another part behind this one.
+    pub fn append(&mut self, other: Self) {
+        self.piece.append(other.piece);
+        self.logprobs.extend(other.logprobs);
+    }
 }
 
 /// What happens next to an answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Step {
+    /// Log-probabilities of the prompt's next tokens, the first of all left out.
+    Prompt(Vec<TokenLogprobs>),
     /// More of it, never nothing.
-    Piece(Piece),
+    Part(Part),
     /// The rest of it, which may be nothing, and why it ends.
-    End(Piece, Ending),
+    End(Part, Ending),
 }
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// The model ended it, or a stop string did.
+    /// The model ended it.
     Stop,
+    /// A stop string did, the one of this number.
+    StopString(usize),
+    /// It calls tools.
+    ToolCalls,
     /// It has as many tokens as it may.
     Length,
 }
@@ -34,7 +74,8 @@ impl Ending {
     /// OpenAI's `finish_reason`.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Stop => "stop",
+            Self::Stop | Self::StopString(_) => "stop",
+            Self::ToolCalls => "tool_calls",
             Self::Length => "length",
         }
     }
@@ -48,12 +89,12 @@ pub struct Interrupted(String);
 impl Generation {
     /// An answer from the engine's events.
     pub fn new(events: EventStream, text: AnswerText) -> Self {
-        Self { events: Some(events), text, completion_tokens: 0 }
+        Self { events: Some(events), text, counts: Counts::default() }
     }
 
-    /// Tokens that the model generated so far, the one that ended it included.
-    pub fn completion_tokens(&self) -> usize {
-        self.completion_tokens
+    /// Its tokens so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// What happens next.
@@ -72,9 +113,9 @@ impl Generation {
             };
             let event = ready!(events.poll_recv(context));
             let step = self.take(event);
-            match step {
-                Ok(Step::Piece(piece)) if piece.is_empty() => continue,
-                Ok(Step::Piece(_)) => (),
+            match &step {
+                Ok(Step::Part(part)) if part.is_empty() => continue,
+                Ok(Step::Part(_) | Step::Prompt(_)) => (),
                 Ok(Step::End(..)) | Err(_) => self.events = None,
             }
             return Poll::Ready(step);
@@ -83,25 +124,38 @@ impl Generation {
 
     fn take(&mut self, event: Option<Event>) -> Result<Step, Interrupted> {
         match event {
-            Some(Event::Token { id: token, .. }) => {
-                self.completion_tokens += 1;
-                let piece = self.text.push(token);
-                Ok(if self.text.stopped() { self.end(piece, Ending::Stop) } else { Step::Piece(piece) })
+            Some(Event::PromptLogprobs(scores)) => Ok(Step::Prompt(scores)),
+            Some(Event::Prompt { reused }) => {
+                self.counts.cached = reused;
+                Ok(Step::Part(Part::default()))
             }
-            Some(Event::PromptLogprobs(_) | Event::Prompt { .. }) => Ok(Step::Piece(Piece::default())),
-            Some(Event::Finished(FinishReason::Complete)) => Ok(self.end(Piece::default(), Ending::Stop)),
+            Some(Event::Token { id, logprobs }) => {
+                self.counts.completion += 1;
+                let piece = self.text.push(id);
+                if self.text.is_reasoning() || !piece.reasoning.is_empty() {
+                    self.counts.reasoning += 1;
+                }
+                let part = Part { piece, logprobs: logprobs.into_iter().collect() };
+                Ok(if self.text.stopped() { self.end(part, Ending::Stop) } else { Step::Part(part) })
+            }
             Some(Event::Finished(FinishReason::Stop(_))) => {
-                self.completion_tokens += 1;
-                Ok(self.end(Piece::default(), Ending::Stop))
+                self.counts.completion += 1;
+                Ok(self.end(Part::default(), Ending::Stop))
             }
-            Some(Event::Finished(FinishReason::Length)) => Ok(self.end(Piece::default(), Ending::Length)),
+            Some(Event::Finished(FinishReason::Complete)) => Ok(self.end(Part::default(), Ending::Stop)),
+            Some(Event::Finished(FinishReason::Length)) => Ok(self.end(Part::default(), Ending::Length)),
             Some(Event::Failed(why)) => Err(Interrupted(why)),
             None => Err(Interrupted("the engine has stopped".into())),
         }
     }
 
-    fn end(&mut self, mut piece: Piece, ending: Ending) -> Step {
-        piece.append(&self.text.finish());
-        Step::End(piece, if self.text.stopped() { Ending::Stop } else { ending })
+    fn end(&mut self, mut part: Part, ending: Ending) -> Step {
+        part.piece.append(self.text.finish());
+        let ending = match (self.text.stop_string(), ending) {
+            (Some(which), _) => Ending::StopString(which),
+            (None, Ending::Stop) if self.text.has_calls() => Ending::ToolCalls,
+            (None, ending) => ending,
+        };
+        Step::End(part, ending)
     }
 }

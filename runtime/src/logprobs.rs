@@ -7,6 +7,8 @@ pub struct TokenLogprobs {
     pub token: u32,
     /// Its natural log-probability.
     pub logprob: f32,
+    /// One more than the number of likelier tokens.
+    pub rank: usize,
     /// The likeliest tokens with theirs, likeliest first; as many as were asked for.
     pub top: Vec<(u32, f32)>,
 }
@@ -35,6 +37,7 @@ pub fn logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
     TokenLogprobs {
         token,
         logprob: logprob(token),
+        rank: 1 + logits.iter().filter(|&&logit| logit > logits[token as usize]).count(),
         top: ids.into_iter().map(|id| (id, logprob(id))).collect(),
     }
 }
@@ -49,7 +52,8 @@ mod tests {
         let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
         let exact = |logit: f32| (f64::from(logit) - sum.ln()) as f32;
         let read = logprobs(&logits, 0, 3);
-        assert_eq!((read.token, read.logprob), (0, exact(1.0)));
+        assert_eq!((read.token, read.logprob, read.rank), (0, exact(1.0), 3));
+        assert_eq!(logprobs(&logits, 2, 0).rank, 1);
         assert_eq!(read.top, [(1, exact(3.0)), (2, exact(3.0)), (0, exact(1.0))]);
         assert_eq!(logprobs(&logits, 2, 0).top, []);
         assert_eq!(logprobs(&logits, 2, 9).top.len(), 4);

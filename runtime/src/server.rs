@@ -1,18 +1,33 @@
-//! OpenAI's HTTP interface, as vLLM's users know it.
+//! OpenAI's HTTP interfaces, as vLLM's users know them, and Anthropic's.
 
+mod accept;
 mod answer;
+mod anthropic;
 mod api;
+mod auth;
+mod chat;
+mod completions;
 mod error;
 mod fields;
 mod messages;
+mod openai;
+mod openapi;
 mod request;
+mod responses;
 mod routes;
+mod shape;
+mod tokens;
+mod tool_grammar;
+
+pub use accept::Tls;
+pub use auth::ApiKeys;
 
 use crate::dialect::Dialect;
-use crate::engine::{EngineHandle, EventStream, GenerationRequest, Refusal};
-use axum::serve::ListenerExt;
+use crate::engine::{EngineHandle, EventStream, GenerationRequest, ModelInfo, Refusal};
+use axum::http::HeaderValue;
 use std::future::Future;
 use std::net::SocketAddr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
@@ -25,8 +40,11 @@ pub trait Backend: Send + Sync + 'static {
     /// [`Refusal`] when it cannot be run, or not now.
     fn submit(&self, request: GenerationRequest) -> Result<EventStream, Refusal>;
 
-    /// Most tokens of a prompt and its answer together.
-    fn max_model_len(&self) -> usize;
+    /// What clients may know of the model.
+    fn model(&self) -> ModelInfo;
+
+    /// What it counts, in Prometheus' text format, labelled with this name.
+    fn metrics(&self, model: &str) -> String;
 }
 
 impl Backend for EngineHandle {
@@ -34,8 +52,12 @@ impl Backend for EngineHandle {
         Self::submit(self, request)
     }
 
-    fn max_model_len(&self) -> usize {
-        self.model().max_model_len
+    fn model(&self) -> ModelInfo {
+        Self::model(self).clone()
+    }
+
+    fn metrics(&self, model: &str) -> String {
+        Self::metrics(self).render(model)
     }
 }
 
@@ -48,6 +70,18 @@ pub struct ServerOptions {
     pub ping: Duration,
     /// How long answers may take to end once the server is told to stop.
     pub shutdown_timeout: Duration,
+    /// How long a client may take to send a request's head, and again its body.
+    pub read_timeout: Duration,
+    /// How long an answer may take; `None`: as long as it takes.
+    pub request_timeout: Option<Duration>,
+    /// Connections at the same time; more wait.
+    pub max_connections: usize,
+    /// Who may ask.
+    pub api_keys: ApiKeys,
+    /// Pages of which origins may ask from a browser; `*` is all.
+    pub allowed_origins: Vec<HeaderValue>,
+    /// Encryption; without it the server speaks plain HTTP.
+    pub tls: Option<Tls>,
 }
 
 impl Default for ServerOptions {
@@ -56,6 +90,12 @@ impl Default for ServerOptions {
             max_body_bytes: 32 << 20,
             ping: Duration::from_secs(15),
             shutdown_timeout: Duration::from_secs(5),
+            read_timeout: Duration::from_secs(30),
+            request_timeout: None,
+            max_connections: 4096,
+            api_keys: ApiKeys::default(),
+            allowed_origins: Vec::new(),
+            tls: None,
         }
     }
 }
@@ -77,6 +117,8 @@ struct State {
     /// Unix time in seconds.
     started: u64,
     ready: OnceLock<Ready>,
+    /// Whether it was said that a prompt is longer than what the model attends to.
+    said_dense: AtomicBool,
 }
 
 #[derive(Clone)]
@@ -100,7 +142,12 @@ impl Server {
     /// The operating system does not give it.
     pub async fn bind(host: &str, port: u16, options: ServerOptions) -> std::io::Result<Self> {
         let listener = TcpListener::bind((host, port)).await?;
-        let state = State { options, started: unix_time(), ready: OnceLock::new() };
+        let state = State {
+            options,
+            started: unix_time(),
+            ready: OnceLock::new(),
+            said_dense: AtomicBool::new(false),
+        };
         Ok(Self { listener, state: Arc::new(state) })
     }
 
@@ -122,29 +169,14 @@ impl Server {
     /// # Errors
     /// The operating system closes the listener.
     pub async fn run(self, shutdown: impl Future<Output = ()> + Send + 'static) -> std::io::Result<()> {
-        let grace = self.state.options.shutdown_timeout;
-        let (stop, stopped) = tokio::sync::oneshot::channel();
-        // Small chunks should leave at once.
-        let listener = self.listener.tap_io(|stream| {
-            if let Err(error) = stream.set_nodelay(true) {
-                tracing::debug!("set_nodelay: {error}");
-            }
-        });
-        let serving = axum::serve(listener, routes::router(self.state)).with_graceful_shutdown(async move {
-            shutdown.await;
-            // The other side waits as long as this one serves.
-            let _ = stop.send(());
-        });
-        let timeout = async move {
-            match stopped.await {
-                Ok(()) => tokio::time::sleep(grace).await,
-                Err(_) => std::future::pending().await,
-            }
+        let options = &self.state.options;
+        let limits = accept::Limits {
+            connections: options.max_connections,
+            read_timeout: options.read_timeout,
+            grace: options.shutdown_timeout,
         };
-        tokio::select! {
-            served = serving => served,
-            () = timeout => Ok(()),
-        }
+        let tls = options.tls.clone();
+        accept::serve(self.listener, routes::router(self.state), tls, limits, shutdown).await
     }
 }
 

@@ -23,6 +23,7 @@ const FUEL: u64 = 50_000_000;
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
+    source: String,
     environment: Environment<'static>,
     arguments: Arguments,
 }
@@ -102,10 +103,10 @@ impl ChatTemplate {
         environment.add_filter("tojson", json::tojson);
         environment.add_function("raise_exception", python::raise_exception);
         environment.add_function("strftime_now", python::strftime_now);
-        environment.add_template_owned(FILE, source).map_err(|error| {
+        environment.add_template_owned(FILE, source.clone()).map_err(|error| {
             format!("not a chat template this program can run: {}", python::one_line(&error))
         })?;
-        let mut template = Self { environment, arguments: Arguments::Objects };
+        let mut template = Self { source, environment, arguments: Arguments::Objects };
         template.arguments = template.probe_arguments();
         Ok(template)
     }
@@ -128,6 +129,11 @@ impl ChatTemplate {
             (Err(RenderError::Failed(_)), Ok(_)) => Arguments::Text,
             _ => Arguments::Objects,
         }
+    }
+
+    /// Its text.
+    pub fn source(&self) -> &str {
+        &self.source
     }
 
     /// Defines a variable for every rendering, such as `bos_token`.

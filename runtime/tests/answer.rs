@@ -5,25 +5,25 @@
 mod common;
 
 use runtime::dialect::Dialect;
-use runtime::text::{Opening, Piece};
+use runtime::text::{Opening, Piece, Reading};
 use runtime::tokenizer::Specials;
 use serde_json::{Value, json};
 
 /// The answer's pieces put together, and whether a stop string ended it.
 fn read(dialect: &Dialect, ids: &[u32], stop: &[&str], opening: Opening) -> (Piece, bool) {
     let stop: Vec<String> = stop.iter().map(ToString::to_string).collect();
-    let mut answer = dialect.answer(&stop, opening);
+    let mut answer = dialect.answer(&Reading { stop, opening, tools: None });
     let mut whole = Piece::default();
     for &id in ids {
         let piece = answer.push(id);
         let text = format!("{}{}", piece.reasoning, piece.content);
         assert!(!text.contains('\u{FFFD}'), "half a character: {text:?}");
-        whole.append(&piece);
+        whole.append(piece);
         if answer.stopped() {
             break;
         }
     }
-    whole.append(&answer.finish());
+    whole.append(answer.finish());
     (whole, answer.stopped())
 }
 
@@ -49,7 +49,7 @@ fn reasoning_content_and_stops_do_not_depend_on_the_tokens() {
         ("x </think", &[], "x </think", "", false),
     ] {
         for ids in tokenizations(&dialect, text) {
-            let piece = Piece { reasoning: reasoning.into(), content: content.into() };
+            let piece = Piece { reasoning: reasoning.into(), content: content.into(), calls: Vec::new() };
             assert_eq!(
                 read(&dialect, &ids, stop, Opening::InReasoning),
                 (piece, stopped),
@@ -75,11 +75,18 @@ fn half_a_character_at_the_end_is_replaced_and_one_cut_by_a_marker_too() {
     let dialect = common::dialect();
     let emoji = dialect.tokenizer().encode("😀", Specials::AsText).unwrap();
     let end = dialect.tokenizer().token_id("</think>").unwrap();
-    let mut answer = dialect.answer(&[], Opening::InReasoning);
+    let reading = Reading { opening: Opening::InReasoning, ..Reading::plain() };
+    let mut answer = dialect.answer(&reading);
     assert!(emoji[..3].iter().all(|&id| answer.push(id).is_empty()));
-    assert_eq!(answer.push(end), Piece { reasoning: "\u{FFFD}".into(), content: String::new() });
+    assert_eq!(
+        answer.push(end),
+        Piece { reasoning: "\u{FFFD}".into(), content: String::new(), calls: Vec::new() }
+    );
     assert!(answer.push(emoji[0]).is_empty());
-    assert_eq!(answer.finish(), Piece { reasoning: String::new(), content: "\u{FFFD}".into() });
+    assert_eq!(
+        answer.finish(),
+        Piece { reasoning: String::new(), content: "\u{FFFD}".into(), calls: Vec::new() }
+    );
 }
 
 /// Some vocabularies have the markers as control tokens, which are otherwise not shown.
@@ -99,7 +106,7 @@ fn markers_that_are_control_tokens_part_the_answer_all_the_same() {
     let ids =
         dialect.tokenizer().encode("<think>why</think>so<|user|><tool_call>", Specials::Recognised).unwrap();
     assert!(ids.iter().filter(|&&id| dialect.tokenizer().is_control(id)).count() == 4);
-    let expected = Piece { reasoning: "why".into(), content: "so".into() };
+    let expected = Piece { reasoning: "why".into(), content: "so".into(), calls: Vec::new() };
     assert_eq!(read(&dialect, &ids, &[], Opening::MayReason).0, expected);
     assert_eq!(read(&dialect, &ids[1..], &[], Opening::InReasoning).0, expected);
     assert_eq!(read(&dialect, &ids, &[], Opening::Plain).0.content, "whyso");

@@ -77,7 +77,8 @@ fn a_chat_answer_in_one_piece() {
     let (prompt, completion) = (request.prompt.len(), answer("4 😊.").len());
     assert_eq!(
         json["usage"],
-        json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
+        json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0}})
     );
     // What the request did not say is what generation_config.json says.
     let text = common::dialect().tokenizer().decode(&request.prompt);
@@ -181,7 +182,10 @@ fn completions_take_text_or_ids() {
         nothing["choices"][0],
         json!({"index": 0, "text": "", "logprobs": null, "finish_reason": "length"})
     );
-    assert_eq!(nothing["usage"], json!({"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}));
+    assert_eq!(
+        (&nothing["usage"]["prompt_tokens"], &nothing["usage"]["completion_tokens"]),
+        (&json!(2), &json!(0))
+    );
     assert_eq!(server.engine.requests(), before, "nothing to generate");
 }
 
@@ -216,19 +220,22 @@ fn a_field_of_a_wrong_type_or_out_of_range_is_named() {
         ("ignore_eos", vec![json!(1)]),
         ("model", vec![json!(1)]),
         ("user", vec![json!(1)]),
-        ("n", vec![json!(2), json!(0), json!("1")]),
+        ("n", vec![json!(129), json!(0), json!("1")]),
         ("best_of", vec![json!(2)]),
-        ("logprobs", vec![json!(true), json!(1), json!(0)]),
-        ("top_logprobs", vec![json!(5)]),
-        ("echo", vec![json!(true)]),
+        ("logprobs", vec![json!("1"), json!([])]),
+        ("top_logprobs", vec![json!(5), json!(true), json!(-1)]),
+        ("prompt_logprobs", vec![json!(21), json!(-1), json!(true)]),
+        ("echo", vec![json!("x")]),
         ("suffix", vec![json!("x")]),
-        ("logit_bias", vec![json!({"5": 1}), json!(5)]),
-        ("presence_penalty", vec![json!(0.5), json!("0")]),
-        ("frequency_penalty", vec![json!(-0.5)]),
-        ("repetition_penalty", vec![json!(1.1), json!(0)]),
-        ("min_tokens", vec![json!(1)]),
-        ("response_format", vec![json!({"type": "json_object"}), json!("text")]),
-        ("guided_json", vec![json!({})]),
+        ("logit_bias", vec![json!({"x": 1}), json!(5), json!({"4096": 1}), json!({"-1": 1})]),
+        ("presence_penalty", vec![json!(2.5), json!("0")]),
+        ("frequency_penalty", vec![json!(-2.5)]),
+        ("repetition_penalty", vec![json!(-1), json!(0)]),
+        ("min_tokens", vec![json!(-1), json!("1")]),
+        ("response_format", vec![json!("text"), json!([])]),
+        ("guided_json", vec![json!(5), json!("{")]),
+        ("guided_regex", vec![json!(5), json!("(")]),
+        ("guided_choice", vec![json!([]), json!([""]), json!("a")]),
         ("skip_special_tokens", vec![json!(false)]),
     ] {
         for value in values {
@@ -285,7 +292,26 @@ fn a_field_of_a_wrong_type_or_out_of_range_is_named() {
         ("tools", "tools[0].type", json!([{"type": "web_search"}])),
         ("tools", "tools[0].function.name", json!([{"type": "function", "function": {}}])),
         ("tool_choice", "tool_choice", json!("required")),
-        ("parallel_tool_calls", "parallel_tool_calls", json!(false)),
+        ("tool_choice", "tool_choice", json!("sometimes")),
+        ("tool_choice", "tool_choice", json!({"type": "function"})),
+        ("parallel_tool_calls", "parallel_tool_calls", json!("no")),
+        ("echo", "echo", json!(true)),
+        ("logprobs", "logprobs", json!(1)),
+        ("logit_bias", "logit_bias.5", json!({"5": 101})),
+        ("response_format", "response_format.type", json!({})),
+        ("response_format", "response_format.type", json!({"type": "xml"})),
+        ("response_format", "response_format.json_schema", json!({"type": "json_schema"})),
+        (
+            "response_format",
+            "response_format.json_schema.schema",
+            json!({"type": "json_schema", "json_schema": {"name": "x"}}),
+        ),
+        (
+            "response_format",
+            "response_format",
+            json!({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}),
+        ),
+        ("structured_outputs", "structured_outputs.regex", json!({"regex": 5})),
         ("chat_template_kwargs", "chat_template_kwargs", json!("x")),
         ("chat_template_kwargs", "chat_template_kwargs.enable_thinking", json!({"enable_thinking": "yes"})),
         ("chat_template_kwargs", "chat_template_kwargs.messages", json!({"messages": []})),
@@ -300,8 +326,10 @@ fn a_field_of_a_wrong_type_or_out_of_range_is_named() {
         json!(5),
         json!([]),
         json!(""),
-        json!(["a", "b"]),
-        json!([[1], [2]]),
+        json!(["a", ""]),
+        json!([[1], []]),
+        json!(["a", 1]),
+        json!([[1], ["a"]]),
         json!([1, "a"]),
         json!([-1]),
         json!({}),

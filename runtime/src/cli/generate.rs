@@ -7,7 +7,7 @@ use runtime::engine::GenerationRequest;
 use runtime::generation::{Ending, Generation, Step};
 use runtime::sampler::SamplingParams;
 use runtime::template::ChatInput;
-use runtime::text::{Opening, Piece};
+use runtime::text::{Opening, Piece, Reading};
 use serde_json::{Map, json};
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -105,7 +105,10 @@ impl Generate {
         };
         let prompt_tokens = request.prompt.len();
         let events = engine.handle().submit(request).map_err(|refusal| Error::Usage(refusal.to_string()))?;
-        let generation = Generation::new(events, dialect.answer(&self.stop, opening));
+        let generation = Generation::new(
+            events,
+            dialect.answer(&Reading { stop: self.stop.clone(), opening, tools: None }),
+        );
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -149,11 +152,12 @@ impl Generate {
         let ending = loop {
             let step = generation.next().await.map_err(|error| Error::Failed(error.to_string()))?;
             let (piece, ending) = match step {
-                Step::Piece(piece) => (piece, None),
-                Step::End(piece, ending) => (piece, Some(ending)),
+                Step::Prompt(_) => continue,
+                Step::Part(part) => (part.piece, None),
+                Step::End(part, ending) => (part.piece, Some(ending)),
             };
             if self.json {
-                whole.append(&piece);
+                whole.append(piece);
             } else if !show(&piece, ending)? {
                 return Ok(ExitCode::SUCCESS);
             }
@@ -167,7 +171,7 @@ impl Generate {
                 "reasoning": whole.reasoning,
                 "finish_reason": ending.name(),
                 "prompt_tokens": prompt_tokens,
-                "completion_tokens": generation.completion_tokens(),
+                "completion_tokens": generation.counts().completion,
             });
             print(&format!("{answer}\n"))?;
         }

@@ -2,9 +2,11 @@
 
 use crate::engine::Refusal;
 use crate::generation::Interrupted;
-use axum::http::{HeaderValue, StatusCode, header::RETRY_AFTER};
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 /// An answer that is an error: `{"error": {message, type, param, code}}`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +49,32 @@ impl ApiError {
 
     pub(super) fn too_large(limit: usize) -> Self {
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is larger than {limit} bytes"))
+    }
+
+    /// The client takes too long to send its request.
+    pub(super) fn too_slow(limit: Duration) -> Self {
+        let message = format!("the body did not come within {} seconds", limit.as_secs_f32());
+        Self { code: Some("request_timeout"), ..Self::new(StatusCode::REQUEST_TIMEOUT, message) }
+    }
+
+    /// The answer takes longer than the server allows.
+    pub(super) fn timeout(limit: Duration) -> Self {
+        let message = format!(
+            "the answer took longer than {} seconds, which is what this server allows: ask for fewer tokens",
+            limit.as_secs_f32()
+        );
+        Self { code: Some("request_timeout"), ..Self::new(StatusCode::REQUEST_TIMEOUT, message) }
+    }
+
+    /// No key, or a wrong one.
+    pub(super) fn unauthorized() -> Self {
+        Self {
+            code: Some("invalid_api_key"),
+            ..Self::new(
+                StatusCode::UNAUTHORIZED,
+                "this server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            )
+        }
     }
 
     pub(super) fn loading() -> Self {
@@ -97,9 +125,40 @@ impl ApiError {
         }
     }
 
+    /// As it stands in a body or a stream of `/v1/messages`.
+    pub(super) fn anthropic_json(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        json!({"type": "error", "error": {"type": kind, "message": self.message}})
+    }
+
+    /// The whole answer of `/v1/messages`.
+    pub(super) fn anthropic_response(&self) -> Response {
+        self.response(self.anthropic_json())
+    }
+
+    fn response(&self, body: Value) -> Response {
+        let mut response = (self.status, axum::Json(body)).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+
     /// As it stands in a body or a stream.
     pub(super) fn json(&self) -> Value {
         let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::NOT_FOUND => "not_found_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             StatusCode::SERVICE_UNAVAILABLE => "service_unavailable_error",
@@ -118,10 +177,6 @@ impl From<Interrupted> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = (self.status, axum::Json(self.json())).into_response();
-        if let Some(seconds) = self.retry_after {
-            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        response
+        self.response(self.json())
     }
 }

@@ -122,30 +122,13 @@ fn brief(value: &Value) -> String {
 /// Fields that change the answer in a way this server does not do, and the values with which they change nothing.
 /// They are refused by name: an answer that ignores them would be wrong without a word.
 const REFUSED: &[(&str, &[Neutral])] = &[
-    ("n", &[Neutral::One]),
     ("best_of", &[Neutral::One]),
     ("use_beam_search", &[Neutral::False]),
     ("length_penalty", &[Neutral::One]),
-    ("logprobs", &[Neutral::False]),
-    ("top_logprobs", &[Neutral::Zero]),
-    ("prompt_logprobs", &[]),
-    ("echo", &[Neutral::False]),
     ("suffix", &[Neutral::Empty]),
-    ("logit_bias", &[Neutral::Empty]),
-    ("presence_penalty", &[Neutral::Zero]),
-    ("frequency_penalty", &[Neutral::Zero]),
-    ("repetition_penalty", &[Neutral::One]),
-    ("min_tokens", &[Neutral::Zero]),
     ("bad_words", &[Neutral::Empty]),
     ("allowed_token_ids", &[]),
     ("logits_processors", &[Neutral::Empty]),
-    ("response_format", &[Neutral::TextFormat]),
-    ("structured_outputs", &[]),
-    ("guided_json", &[]),
-    ("guided_regex", &[]),
-    ("guided_choice", &[]),
-    ("guided_grammar", &[]),
-    ("parallel_tool_calls", &[Neutral::True]),
     ("functions", &[Neutral::Empty]),
     ("function_call", &[]),
     ("modalities", &[Neutral::TextOnly]),
@@ -163,14 +146,11 @@ const REFUSED: &[(&str, &[Neutral])] = &[
 /// A value that asks for nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Neutral {
-    Zero,
     One,
     False,
     True,
     /// An empty string, list or object.
     Empty,
-    /// `{"type": "text"}`.
-    TextFormat,
     /// `["text"]`.
     TextOnly,
 }
@@ -178,7 +158,6 @@ enum Neutral {
 impl Neutral {
     fn is(self, value: &Value) -> bool {
         match self {
-            Self::Zero => value.as_f64() == Some(0.0),
             Self::One => value.as_f64() == Some(1.0),
             Self::False => value.as_bool() == Some(false),
             Self::True => value.as_bool() == Some(true),
@@ -188,19 +167,16 @@ impl Neutral {
                 Value::Object(map) => map.is_empty(),
                 _ => false,
             },
-            Self::TextFormat => value.get("type").and_then(Value::as_str) == Some("text"),
             Self::TextOnly => value.as_array().is_some_and(|items| items.len() == 1 && items[0] == "text"),
         }
     }
 
     fn spelling(self) -> &'static str {
         match self {
-            Self::Zero => "0",
             Self::One => "1",
             Self::False => "false",
             Self::True => "true",
             Self::Empty => "empty",
-            Self::TextFormat => "{\"type\": \"text\"}",
             Self::TextOnly => "[\"text\"]",
         }
     }

@@ -11,7 +11,11 @@ pub(super) fn read(messages: &[Value]) -> Result<Vec<Value>, ApiError> {
 }
 
 fn read_message(path: &str, message: &Value) -> Result<Value, ApiError> {
-    let fields = Fields::at(path, message)?;
+    read_message_of(&Fields::at(path, message)?)
+}
+
+/// Reads one message.
+pub(super) fn read_message_of(fields: &Fields<'_>) -> Result<Value, ApiError> {
     let role = match fields.string("role")? {
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
         Some("developer") => "system",
@@ -26,7 +30,7 @@ fn read_message(path: &str, message: &Value) -> Result<Value, ApiError> {
     // What else is there is the template's to know.
     let mut read = fields.map().clone();
     read.insert("role".into(), role.into());
-    read.insert("content".into(), content(&fields)?.into());
+    read.insert("content".into(), text(fields, "content")?.into());
     if let Some(calls) = fields.array("tool_calls")? {
         let path = fields.path("tool_calls");
         let calls: Result<Vec<Value>, ApiError> = calls
@@ -39,10 +43,10 @@ fn read_message(path: &str, message: &Value) -> Result<Value, ApiError> {
     Ok(read.into())
 }
 
-/// The text of a message: a string, text parts joined, or nothing.
-fn content(fields: &Fields<'_>) -> Result<String, ApiError> {
-    let path = fields.path("content");
-    match fields.value("content") {
+/// The text of a field: a string, text parts joined, or nothing.
+pub(super) fn text(fields: &Fields<'_>, name: &str) -> Result<String, ApiError> {
+    let path = fields.path(name);
+    match fields.value(name) {
         None => Ok(String::new()),
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Array(parts)) => {
@@ -58,7 +62,8 @@ fn part_text<'a>(path: &str, part: &'a Value) -> Result<&'a str, ApiError> {
     }
     let fields = Fields::at(path, part)?;
     match fields.string("type")? {
-        Some("text") => (),
+        // The responses interface has a name for each side.
+        Some("text" | "input_text" | "output_text") => (),
         Some(other) => {
             let message = format!("{other:?} is not supported: this model reads text");
             return Err(ApiError::unsupported(fields.path("type"), message));
@@ -77,23 +82,25 @@ fn read_tool_call(path: &str, call: &Value) -> Result<Value, ApiError> {
     if function.string("name")?.is_none() {
         return Err(ApiError::field(function.path("name"), "missing: expected a string"));
     }
-    let arguments = match function.value("arguments") {
-        None => Map::new(),
-        Some(Value::Object(arguments)) => arguments.clone(),
-        Some(Value::String(json)) if json.trim().is_empty() => Map::new(),
-        Some(Value::String(json)) => serde_json::from_str(json).map_err(|error| {
-            ApiError::field(
-                function.path("arguments"),
-                format!("expected a JSON object in a string: {error}"),
-            )
-        })?,
-        Some(other) => return Err(wrong(&function.path("arguments"), "a JSON object in a string", other)),
-    };
+    let arguments = arguments(&function)?;
     let mut read_function = function.map().clone();
     read_function.insert("arguments".into(), arguments.into());
     let mut read = fields.map().clone();
     read.insert("function".into(), read_function.into());
     Ok(read.into())
+}
+
+/// The arguments of a call.
+pub(super) fn arguments(call: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
+    let path = call.path("arguments");
+    match call.value("arguments") {
+        None => Ok(Map::new()),
+        Some(Value::Object(arguments)) => Ok(arguments.clone()),
+        Some(Value::String(json)) if json.trim().is_empty() => Ok(Map::new()),
+        Some(Value::String(json)) => serde_json::from_str(json)
+            .map_err(|error| ApiError::field(path, format!("expected a JSON object in a string: {error}"))),
+        Some(other) => Err(wrong(&path, "a JSON object in a string", other)),
+    }
 }
 
 /// Reads `tools`: functions with a name. They reach the template as they are.
@@ -109,7 +116,11 @@ pub(super) fn read_tools(tools: &[Value]) -> Result<Vec<Value>, ApiError> {
             None => return Err(ApiError::field(fields.path("type"), "missing: expected \"function\"")),
         }
         let named = match fields.fields("function")? {
-            Some(function) => function.string("name")?.is_some_and(|name| !name.is_empty()),
+            Some(function) => {
+                function.fields("parameters")?;
+                function.string("description")?;
+                function.string("name")?.is_some_and(|name| !name.is_empty())
+            }
             None => false,
         };
         if !named {

@@ -1,13 +1,12 @@
-//! What a client asks for, read from its fields and from the checkpoint's defaults.
+//! What the requests of every interface come to: prompts, how tokens are drawn, how the answer is read and sent.
 
 use super::error::ApiError;
 use super::fields::{self, Fields, wrong};
-use super::messages;
-use crate::dialect::{Dialect, GenerationDefaults};
+use super::shape;
+use crate::dialect::Dialect;
 use crate::engine::{GenerationRequest, Refusal};
 use crate::sampler::SamplingParams;
-use crate::template::{ChatInput, RenderError};
-use crate::text::Opening;
+use crate::text::{Opening, Reading};
 use crate::tokenizer::EncodeError;
 use serde_json::Value;
 
@@ -17,17 +16,23 @@ const MAX_STOPS: usize = 64;
 const MAX_STOP_BYTES: usize = 4096;
 /// Most stop token ids of a request.
 const MAX_STOP_TOKEN_IDS: usize = 1024;
+/// Most choices of a request, over all of its prompts.
+pub(super) const MAX_CHOICES: usize = 128;
+/// Most likeliest tokens whose log-probabilities are sent beside each token.
+pub(super) const MAX_LOGPROBS: i64 = 20;
 
 /// A request that is ready to run.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
-    /// What the engine is given. `max_tokens` is 0 where nothing is to be generated.
+    /// One or more prompts.
+    pub(super) prompts: Vec<Vec<u32>>,
+    /// Answers to each.
+    pub(super) n: usize,
+    /// What the engine is given with each prompt. `max_tokens` is 0 where nothing is to be generated.
     pub(super) generation: GenerationRequest,
-    /// The answer ends before the first of these.
-    pub(super) stop: Vec<String>,
-    /// How the answer begins.
-    pub(super) opening: Opening,
-    /// How it is sent.
+    /// How the answers are read.
+    pub(super) reading: Reading,
+    /// How they are sent.
     pub(super) delivery: Delivery,
 }
 
@@ -43,64 +48,29 @@ pub(super) enum Delivery {
 }
 
 /// What requests are held against.
-pub(super) struct Limits<'a> {
+#[derive(Clone, Copy)]
+pub(super) struct Context<'a> {
+    pub(super) dialect: &'a Dialect,
     pub(super) model: &'a str,
     pub(super) max_model_len: usize,
 }
 
-/// Reads a body of `/v1/chat/completions`.
-pub(super) fn chat(body: &[u8], dialect: &Dialect, limits: &Limits<'_>) -> Result<Job, ApiError> {
-    let map = fields::object(body)?;
-    let fields = Fields::new(&map);
-    let common = Common::read(&fields, dialect.defaults(), limits.model)?;
-    let max_tokens = match fields.integer("max_completion_tokens", 1..=i64::MAX)? {
-        Some(max_tokens) => Some(("max_completion_tokens", max_tokens)),
-        None => fields.integer("max_tokens", 1..=i64::MAX)?.map(|max_tokens| ("max_tokens", max_tokens)),
-    };
-    let input = chat_input(&fields)?;
-    let prompt = dialect
-        .render(&input, limits.max_model_len)
-        .ok_or_else(|| ApiError::bad_request("this model has no chat template: use /v1/completions"))?
-        .map_err(|error| match error {
-            RenderError::Encode(error) => encode_error("messages", &error, limits),
-            error => ApiError::field("messages", error),
-        })?;
-    let opening = dialect.opening(&prompt);
-    let room = limits.max_model_len.saturating_sub(prompt.len());
-    common.job(prompt, opening, "messages", max_tokens, room, limits)
-}
-
-/// Reads a body of `/v1/completions`.
-pub(super) fn completion(body: &[u8], dialect: &Dialect, limits: &Limits<'_>) -> Result<Job, ApiError> {
-    /// OpenAI's, and so vLLM's.
-    const DEFAULT_MAX_TOKENS: usize = 16;
-    let map = fields::object(body)?;
-    let fields = Fields::new(&map);
-    let common = Common::read(&fields, dialect.defaults(), limits.model)?;
-    let max_tokens = fields.integer("max_tokens", 0..=i64::MAX)?.map(|max_tokens| ("max_tokens", max_tokens));
-    let prompt = match fields.value("prompt") {
-        Some(prompt) => prompt_tokens(prompt, dialect, limits)?,
-        None => return Err(ApiError::field("prompt", "missing: expected a string or a list of token ids")),
-    };
-    common.job(prompt, Opening::Plain, "prompt", max_tokens, DEFAULT_MAX_TOKENS, limits)
-}
-
-/// The fields that both kinds of requests have.
-struct Common {
+/// The fields of vLLM's that chat and text completions have in common.
+pub(super) struct Common {
     sampling: SamplingParams,
     stop: Vec<String>,
     stop_token_ids: Vec<u32>,
+    n: usize,
+    prompt_logprobs: Option<usize>,
     delivery: Delivery,
 }
 
 impl Common {
-    fn read(fields: &Fields<'_>, defaults: &GenerationDefaults, model: &str) -> Result<Self, ApiError> {
-        match fields.string("model")? {
-            Some(asked) if asked != model => return Err(ApiError::unknown_model(asked, model)),
-            _ => (),
-        }
+    pub(super) fn read(fields: &Fields<'_>, context: &Context<'_>) -> Result<Self, ApiError> {
+        check_model(fields, context)?;
         fields::refuse_unsupported(fields)?;
         fields.string("user")?;
+        let defaults = context.dialect.defaults();
         let mut stop_token_ids = match fields.boolean("ignore_eos")? {
             Some(true) => Vec::new(),
             _ => defaults.eos_token_ids.clone(),
@@ -111,98 +81,193 @@ impl Common {
                 return Err(ApiError::field("stop_token_ids", format!("more than {MAX_STOP_TOKEN_IDS} ids")));
             }
         }
+        let n = fields.integer("n", 1..=MAX_CHOICES as i64)?.unwrap_or(1);
+        let prompt_logprobs = fields.integer("prompt_logprobs", 0..=MAX_LOGPROBS)?;
+        let delivery = delivery(fields)?;
+        if prompt_logprobs.is_some() && delivery != Delivery::Whole {
+            return Err(ApiError::field("prompt_logprobs", "not with stream set to true"));
+        }
         Ok(Self {
-            sampling: sampling(fields, &defaults.sampling)?,
-            stop: stop(fields)?,
+            sampling: sampling(fields, context)?,
+            stop: stop(fields, "stop")?,
             stop_token_ids,
-            delivery: delivery(fields)?,
+            n: usize::try_from(n).expect("checked to be positive"),
+            prompt_logprobs: prompt_logprobs.map(|top| usize::try_from(top).expect("checked")),
+            delivery,
         })
     }
 
-    /// `max_tokens` is what the client set and the name it used; `default` holds otherwise.
-    fn job(
-        self,
-        prompt: Vec<u32>,
-        opening: Opening,
-        prompt_field: &str,
-        max_tokens: Option<(&str, i64)>,
-        default: usize,
-        limits: &Limits<'_>,
-    ) -> Result<Job, ApiError> {
-        if prompt.is_empty() {
-            return Err(ApiError::refused(&Refusal::EmptyPrompt, prompt_field));
-        }
-        let max_model_len = limits.max_model_len;
-        let Some(room) = max_model_len.checked_sub(prompt.len()) else {
-            let refusal = Refusal::ContextLength { prompt: prompt.len(), max_model_len };
-            return Err(ApiError::refused(&refusal, prompt_field));
-        };
-        let max_tokens = match max_tokens {
-            None => default.min(room).max(1),
-            Some((name, asked)) => {
-                let asked = usize::try_from(asked).expect("checked not to be negative");
-                if asked > room && room > 0 {
-                    return Err(ApiError::context_length(
-                        name,
-                        format!(
-                            "the prompt has {} tokens and the context {max_model_len}: at most {room} are left for the answer, found {asked}",
-                            prompt.len(),
-                        ),
-                    ));
-                }
-                asked
-            }
-        };
+    pub(super) fn delivery(&self) -> Delivery {
+        self.delivery
+    }
+
+    /// A job of prompts that are checked against the context. `most` is the longest answer.
+    pub(super) fn job(self, prompts: Vec<Vec<u32>>, most: usize, opening: Opening) -> Job {
         let generation = GenerationRequest {
             sampling: self.sampling,
             stop_token_ids: self.stop_token_ids,
-            ..GenerationRequest::new(prompt, max_tokens)
+            prompt_logprobs: self.prompt_logprobs,
+            ..GenerationRequest::new(Vec::new(), most)
         };
-        Ok(Job { generation, stop: self.stop, opening, delivery: self.delivery })
+        let reading = Reading { stop: self.stop, opening, tools: None };
+        Job { prompts, n: self.n, generation, reading, delivery: self.delivery }
     }
 }
 
-fn sampling(fields: &Fields<'_>, defaults: &SamplingParams) -> Result<SamplingParams, ApiError> {
-    let unit = 0.0..=1.0;
-    let top_p = fields.number("top_p", unit.clone())?;
+impl Job {
+    /// Holds the answer to what it must be, which the fields say.
+    pub(super) fn constrain(&mut self, fields: &Fields<'_>, context: &Context<'_>) -> Result<(), ApiError> {
+        let Some((field, shape)) = shape::read(fields)? else {
+            return Ok(());
+        };
+        if self.generation.sampling.min_tokens > 0 {
+            return Err(ApiError::field(
+                "min_tokens",
+                format!("not together with {field}, which says when the answer ends"),
+            ));
+        }
+        self.constrain_to(&field, &shape, context)
+    }
+
+    pub(super) fn constrain_to(
+        &mut self,
+        field: &str,
+        shape: &crate::constraint::Shape,
+        context: &Context<'_>,
+    ) -> Result<(), ApiError> {
+        let grammars = context.dialect.grammars().map_err(|error| ApiError::unsupported(field, error))?;
+        let after = match self.reading.opening {
+            Opening::InReasoning => Some(context.dialect.think_end().ok_or_else(|| {
+                ApiError::unsupported(field, "not while thinking, whose end is no single token of this model")
+            })?),
+            Opening::Plain | Opening::MayReason => None,
+        };
+        if after.is_none() {
+            // The grammar begins at once, so nothing else does.
+            self.reading.opening = Opening::Plain;
+        }
+        let constraint = grammars.compile(shape, after).map_err(|error| ApiError::field(field, error))?;
+        self.generation.constraint = Some(constraint);
+        Ok(())
+    }
+}
+
+/// Refuses another model than the one that is served.
+pub(super) fn check_model(fields: &Fields<'_>, context: &Context<'_>) -> Result<(), ApiError> {
+    match fields.string("model")? {
+        Some(asked) if asked != context.model => Err(ApiError::unknown_model(asked, context.model)),
+        _ => Ok(()),
+    }
+}
+
+/// The longest answer to prompts of these lengths: what the client asked for, by the field's name, or `default`.
+pub(super) fn longest_answer(
+    prompts: &[Vec<u32>],
+    prompt_field: &str,
+    asked: Option<(&str, i64)>,
+    default: usize,
+    context: &Context<'_>,
+) -> Result<usize, ApiError> {
+    let max_model_len = context.max_model_len;
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    if prompts.iter().any(Vec::is_empty) {
+        return Err(ApiError::refused(&Refusal::EmptyPrompt, prompt_field));
+    }
+    let Some(room) = max_model_len.checked_sub(longest) else {
+        let refusal = Refusal::ContextLength { prompt: longest, max_model_len };
+        return Err(ApiError::refused(&refusal, prompt_field));
+    };
+    let Some((name, asked)) = asked else {
+        return Ok(default.min(room).max(1));
+    };
+    let asked = usize::try_from(asked).expect("checked not to be negative");
+    if asked > room && room > 0 {
+        return Err(ApiError::context_length(
+            name,
+            format!(
+                "the prompt has {longest} tokens and the context {max_model_len}: at most {room} are left for the answer, found {asked}"
+            ),
+        ));
+    }
+    Ok(asked)
+}
+
+fn sampling(fields: &Fields<'_>, context: &Context<'_>) -> Result<SamplingParams, ApiError> {
+    let defaults = &context.dialect.defaults().sampling;
+    let float = |name, range, default: f32| -> Result<f32, ApiError> {
+        Ok(fields.number(name, range)?.map_or(default, |number| number as f32))
+    };
+    let top_p = fields.number("top_p", 0.0..=1.0)?;
     if top_p == Some(0.0) {
         return Err(ApiError::field("top_p", "expected a number above 0, at most 1, found 0"));
     }
     let seed = fields.read("seed", "a whole number of 64 bits", |value| {
         value.as_i64().map(i64::cast_unsigned).or_else(|| value.as_u64())
     })?;
+    let repetition_penalty = float("repetition_penalty", 0.0..=100.0, defaults.repetition_penalty)?;
+    if repetition_penalty <= 0.0 {
+        return Err(ApiError::field("repetition_penalty", "expected a number above 0, at most 100, found 0"));
+    }
+    let min_tokens = fields.integer("min_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(0);
     Ok(SamplingParams {
-        temperature: fields
-            .number("temperature", 0.0..=2.0)?
-            .map_or(defaults.temperature, |number| number as f32),
+        temperature: float("temperature", 0.0..=2.0, defaults.temperature)?,
         top_p: top_p.map_or(defaults.top_p, |number| number as f32),
-        // 0 and -1 are how clients say "off".
-        top_k: match fields.integer("top_k", -1..=i64::MAX)? {
-            Some(top_k) => usize::try_from(top_k).ok().filter(|&top_k| top_k > 0),
-            None => defaults.top_k,
-        },
-        min_p: fields.number("min_p", unit)?.map_or(defaults.min_p, |number| number as f32),
+        top_k: top_k(fields, defaults.top_k)?,
+        min_p: float("min_p", 0.0..=1.0, defaults.min_p)?,
         seed,
-        ..defaults.clone()
+        repetition_penalty,
+        presence_penalty: float("presence_penalty", -2.0..=2.0, defaults.presence_penalty)?,
+        frequency_penalty: float("frequency_penalty", -2.0..=2.0, defaults.frequency_penalty)?,
+        logit_bias: logit_bias(fields, context)?,
+        min_tokens: usize::try_from(min_tokens).expect("checked not to be negative"),
     })
 }
 
-fn stop(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
-    let stops: Vec<&str> = match fields.value("stop") {
+/// 0 and -1 are how clients say "off".
+pub(super) fn top_k(fields: &Fields<'_>, default: Option<usize>) -> Result<Option<usize>, ApiError> {
+    Ok(match fields.integer("top_k", -1..=i64::MAX)? {
+        Some(top_k) => usize::try_from(top_k).ok().filter(|&top_k| top_k > 0),
+        None => default,
+    })
+}
+
+fn logit_bias(fields: &Fields<'_>, context: &Context<'_>) -> Result<Vec<(u32, f32)>, ApiError> {
+    const MOST: usize = 1024;
+    let Some(map) = fields.fields("logit_bias")? else { return Ok(Vec::new()) };
+    if map.map().len() > MOST {
+        return Err(ApiError::field("logit_bias", format!("more than {MOST} entries")));
+    }
+    let vocab_size = context.dialect.tokenizer().vocab_size();
+    let mut biases = Vec::new();
+    for key in map.map().keys() {
+        let id: Option<u32> = key.parse().ok().filter(|&id| (id as usize) < vocab_size);
+        let Some(id) = id else {
+            let message = format!("expected token ids below {vocab_size} as keys, found {key:?}");
+            return Err(ApiError::field("logit_bias", message));
+        };
+        let bias = map.number(key, -100.0..=100.0)?;
+        biases.push((id, bias.unwrap_or(0.0) as f32));
+    }
+    Ok(biases)
+}
+
+pub(super) fn stop(fields: &Fields<'_>, name: &str) -> Result<Vec<String>, ApiError> {
+    const EXPECTED: &str = "a string or a list of strings";
+    let stops: Vec<&str> = match fields.value(name) {
         None => Vec::new(),
         Some(Value::String(stop)) => vec![stop],
         Some(Value::Array(stops)) => stops
             .iter()
-            .map(|stop| stop.as_str().ok_or_else(|| wrong("stop", "a string or a list of strings", stop)))
+            .map(|stop| stop.as_str().ok_or_else(|| wrong(name, EXPECTED, stop)))
             .collect::<Result<_, _>>()?,
-        Some(other) => return Err(wrong("stop", "a string or a list of strings", other)),
+        Some(other) => return Err(wrong(name, EXPECTED, other)),
     };
     if stops.iter().any(|stop| stop.is_empty()) {
-        return Err(ApiError::field("stop", "an empty string would stop every answer before it begins"));
+        return Err(ApiError::field(name, "an empty string would stop every answer before it begins"));
     }
     if stops.len() > MAX_STOPS || stops.iter().any(|stop| stop.len() > MAX_STOP_BYTES) {
         let limit = format!("expected at most {MAX_STOPS} strings of at most {MAX_STOP_BYTES} bytes");
-        return Err(ApiError::field("stop", limit));
+        return Err(ApiError::field(name, limit));
     }
     Ok(stops.into_iter().map(str::to_owned).collect())
 }
@@ -220,62 +285,7 @@ fn delivery(fields: &Fields<'_>) -> Result<Delivery, ApiError> {
     }
 }
 
-fn chat_input(fields: &Fields<'_>) -> Result<ChatInput, ApiError> {
-    let messages = match fields.array("messages")? {
-        Some(messages) if !messages.is_empty() => messages::read(messages)?,
-        _ => return Err(ApiError::field("messages", "expected a list with at least one message")),
-    };
-    let tools = match fields.array("tools")? {
-        Some(tools) => messages::read_tools(tools)?,
-        None => Vec::new(),
-    };
-    let tools = match fields.value("tool_choice") {
-        None => tools,
-        Some(choice) if choice == "auto" => tools,
-        // What the prompt does not offer cannot be called.
-        Some(choice) if choice == "none" => Vec::new(),
-        Some(_) => {
-            return Err(ApiError::unsupported("tool_choice", "only \"auto\" and \"none\" are supported"));
-        }
-    };
-    let mut variables = serde_json::Map::new();
-    if let Some(effort) = fields.string("reasoning_effort")? {
-        variables.insert("reasoning_effort".into(), effort.into());
-        variables.insert("enable_thinking".into(), (effort != "none").into());
-    }
-    if let Some(own) = fields.fields("chat_template_kwargs")? {
-        own.boolean("enable_thinking")?;
-        for (name, value) in own.map() {
-            if matches!(name.as_str(), "messages" | "tools" | "documents" | "add_generation_prompt") {
-                return Err(ApiError::field(own.path(name), "set by the request itself: leave it out"));
-            }
-            variables.insert(name.clone(), value.clone());
-        }
-    }
-    Ok(ChatInput { messages, tools, add_generation_prompt: true, variables })
-}
-
-/// The ids of a prompt: a text, a list of ids, or a list with one of either.
-fn prompt_tokens(prompt: &Value, dialect: &Dialect, limits: &Limits<'_>) -> Result<Vec<u32>, ApiError> {
-    const EXPECTED: &str = "a string or a list of token ids";
-    match prompt {
-        Value::String(text) => dialect
-            .tokenizer()
-            .encode_prompt(text, limits.max_model_len)
-            .map_err(|error| encode_error("prompt", &error, limits)),
-        Value::Array(items) => match items.as_slice() {
-            [one @ (Value::String(_) | Value::Array(_))] => prompt_tokens(one, dialect, limits),
-            [Value::String(_) | Value::Array(_), ..] => Err(ApiError::unsupported(
-                "prompt",
-                "several prompts in one request are not supported: send one at a time",
-            )),
-            ids => token_ids("prompt", ids),
-        },
-        other => Err(wrong("prompt", EXPECTED, other)),
-    }
-}
-
-fn token_ids(name: &str, ids: &[Value]) -> Result<Vec<u32>, ApiError> {
+pub(super) fn token_ids(name: &str, ids: &[Value]) -> Result<Vec<u32>, ApiError> {
     ids.iter()
         .map(|id| {
             id.as_u64()
@@ -285,10 +295,10 @@ fn token_ids(name: &str, ids: &[Value]) -> Result<Vec<u32>, ApiError> {
         .collect()
 }
 
-fn encode_error(field: &str, error: &EncodeError, limits: &Limits<'_>) -> ApiError {
+pub(super) fn encode_error(field: &str, error: &EncodeError, context: &Context<'_>) -> ApiError {
     match error {
         EncodeError::TooLong { .. } => {
-            let message = format!("{error} and the context has {}: shorten it", limits.max_model_len);
+            let message = format!("{error} and the context has {}: shorten it", context.max_model_len);
             ApiError::context_length(field, message)
         }
         error => ApiError::field(field, error),

@@ -1,39 +1,82 @@
 //! Which path does what.
 
-use super::answer::{self, Kind};
-use super::api::Head;
+use super::answer::{self, Answers, Protocol, Times};
+use super::api::{Head, fresh_id};
 use super::error::ApiError;
-use super::request::{self, Delivery, Job, Limits};
-use super::{Ready, State, unix_time};
-use crate::dialect::Dialect;
-use crate::engine::{Event, EventStream, FinishReason};
+use super::request::{Context, Delivery, Job};
+use super::{Ready, State, anthropic, chat, completions, openai, openapi, responses, tokens, unix_time};
+use crate::engine::{Event, EventStream, FinishReason, GenerationRequest};
 use crate::generation::Generation;
-use crate::sampler::random_seed;
-use axum::body::Bytes;
-use axum::extract::{self, DefaultBodyLimit, rejection::BytesRejection};
+use axum::body::{Body, Bytes};
+use axum::extract::{self, Request};
+use axum::http::header::{CONTENT_TYPE, HeaderName};
 use axum::http::{Method, StatusCode, Uri};
-use axum::response::Response;
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use tower_http::cors::{AllowOrigin, CorsLayer};
 
 type Shared = extract::State<Arc<State>>;
 
 /// Every route of the server.
 pub(super) fn router(state: Arc<State>) -> Router {
-    Router::new()
+    let guarded = Router::new()
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*model}", get(model))
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(text_completions))
+        .route("/v1/messages", post(anthropic_messages))
+        .route("/v1/messages/count_tokens", post(count_tokens))
+        .route("/v1/responses", post(openai_responses))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
+        .route("/tokenizer_info", get(tokenizer_info))
+        .route("/metrics", get(metrics))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&state), check_key));
+    let cors = cors(&state);
+    let router = Router::new()
         .route("/health", get(health))
         .route("/version", get(version))
-        .route("/v1/models", get(models))
-        .route("/v1/chat/completions", post(chat_completions))
-        .route("/v1/completions", post(completions))
+        .route("/openapi.json", get(async || Json(openapi::document())))
+        .merge(guarded)
         .fallback(async |uri: Uri| ApiError::unknown_route(uri.path()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::wrong_method(method.as_str(), uri.path())
         })
-        .layer(DefaultBodyLimit::max(state.options.max_body_bytes))
-        .with_state(state)
+        .with_state(state);
+    match cors {
+        Some(cors) => router.layer(cors),
+        None => router,
+    }
+}
+
+/// What browsers are told of the pages that may ask.
+fn cors(state: &State) -> Option<CorsLayer> {
+    let origins = &state.options.allowed_origins;
+    let origin = match origins.as_slice() {
+        [] => return None,
+        all if all.iter().any(|origin| origin == "*") => AllowOrigin::any(),
+        some => AllowOrigin::list(some.iter().cloned()),
+    };
+    let headers = ["authorization", "content-type", "x-api-key", "anthropic-version", "anthropic-beta"];
+    Some(
+        CorsLayer::new()
+            .allow_origin(origin)
+            .allow_methods([Method::GET, Method::POST])
+            .allow_headers(headers.map(HeaderName::from_static)),
+    )
+}
+
+async fn check_key(extract::State(state): Shared, request: Request, next: Next) -> Response {
+    match state.options.api_keys.check(request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(error) if request.uri().path().starts_with("/v1/messages") => error.anthropic_response(),
+        Err(error) => error.into_response(),
+    }
 }
 
 async fn health(extract::State(state): Shared) -> (StatusCode, Json<Value>) {
@@ -48,74 +91,180 @@ async fn version() -> Json<Value> {
 }
 
 async fn models(extract::State(state): Shared) -> Result<Json<Value>, ApiError> {
+    Ok(Json(json!({"object": "list", "data": [model_json(&state, ready(&state)?)]})))
+}
+
+async fn model(
+    extract::State(state): Shared,
+    extract::Path(asked): extract::Path<String>,
+) -> Result<Json<Value>, ApiError> {
     let ready = ready(&state)?;
-    Ok(Json(json!({
-        "object": "list",
-        "data": [{
-            "id": &*ready.model,
-            "object": "model",
-            "created": state.started,
-            "owned_by": "shardrun",
-            "max_model_len": ready.backend.max_model_len(),
-        }],
-    })))
+    if asked != *ready.model {
+        return Err(ApiError::unknown_model(&asked, &ready.model));
+    }
+    Ok(Json(model_json(&state, ready)))
 }
 
-async fn chat_completions(
-    extract::State(state): Shared,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    run(&state, body, Kind::Chat, request::chat).await
+fn model_json(state: &State, ready: &Ready) -> Value {
+    let info = ready.backend.model();
+    let mut model = json!({
+        "id": &*ready.model,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "shardrun",
+        "max_model_len": info.max_model_len,
+        "ranks": info.ranks,
+    });
+    if let Some(topk) = info.index_topk {
+        // Beyond it this program is not what the model was trained as.
+        model["dense_attention_exact_up_to"] = topk.into();
+    }
+    model
 }
 
-async fn completions(
-    extract::State(state): Shared,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    run(&state, body, Kind::Text, request::completion).await
+async fn metrics(extract::State(state): Shared) -> Result<Response, ApiError> {
+    let ready = ready(&state)?;
+    let page = ready.backend.metrics(&ready.model);
+    Ok(([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response())
 }
 
-/// From a body to the answer. Whatever drops this future or the response's body drops the engine's stream with it.
-async fn run(
-    state: &Arc<State>,
-    body: Result<Bytes, BytesRejection>,
-    kind: Kind,
-    read: fn(&[u8], &Dialect, &Limits<'_>) -> Result<Job, ApiError>,
-) -> Result<Response, ApiError> {
+async fn chat_completions(extract::State(state): Shared, body: Body) -> Result<Response, ApiError> {
+    let (ready, job) = read(&state, body, chat::read).await?;
+    let protocol =
+        openai::Chat::new(head("chatcmpl-", object_of(&job), &ready), Arc::clone(&ready.dialect), &job);
+    run(&state, &ready, job, "messages", protocol).await
+}
+
+fn object_of(job: &Job) -> &'static str {
+    if job.delivery == Delivery::Whole { "chat.completion" } else { "chat.completion.chunk" }
+}
+
+async fn text_completions(extract::State(state): Shared, body: Body) -> Result<Response, ApiError> {
+    let (ready, (job, extras)) = read(&state, body, completions::read).await?;
+    let protocol =
+        openai::Text::new(head("cmpl-", "text_completion", &ready), Arc::clone(&ready.dialect), &job, extras);
+    run(&state, &ready, job, "prompt", protocol).await
+}
+
+async fn anthropic_messages(extract::State(state): Shared, body: Body) -> Response {
+    let answer = async {
+        let (ready, job) = read(&state, body, anthropic::read).await?;
+        let protocol = anthropic::Messages::new(head("msg_", "message", &ready), &job);
+        run(&state, &ready, job, "messages", protocol).await
+    };
+    answer.await.unwrap_or_else(|error: ApiError| error.anthropic_response())
+}
+
+async fn count_tokens(extract::State(state): Shared, body: Body) -> Response {
+    match read(&state, body, anthropic::count).await {
+        Ok((_, count)) => Json(json!({"input_tokens": count})).into_response(),
+        Err(error) => error.anthropic_response(),
+    }
+}
+
+async fn openai_responses(extract::State(state): Shared, body: Body) -> Result<Response, ApiError> {
+    let (ready, (job, echo)) = read(&state, body, responses::read).await?;
+    let protocol = responses::Responses::new(head("resp_", "response", &ready), echo);
+    run(&state, &ready, job, "input", protocol).await
+}
+
+async fn tokenize(extract::State(state): Shared, body: Body) -> Result<Json<Value>, ApiError> {
+    Ok(Json(read(&state, body, tokens::tokenize).await?.1))
+}
+
+async fn detokenize(extract::State(state): Shared, body: Body) -> Result<Json<Value>, ApiError> {
+    Ok(Json(read(&state, body, tokens::detokenize).await?.1))
+}
+
+async fn tokenizer_info(extract::State(state): Shared) -> Result<Json<Value>, ApiError> {
+    let ready = ready(&state)?;
+    Ok(Json(tokens::info(&context(ready))))
+}
+
+fn head(prefix: &str, object: &'static str, ready: &Ready) -> Head {
+    Head { id: fresh_id(prefix), object, created: unix_time(), model: ready.model.to_string() }
+}
+
+fn context(ready: &Ready) -> Context<'_> {
+    Context {
+        dialect: &ready.dialect,
+        model: &ready.model,
+        max_model_len: ready.backend.model().max_model_len,
+    }
+}
+
+/// Takes a body in and reads it with `read`.
+async fn read<T: Send + 'static>(
+    state: &State,
+    body: Body,
+    read: fn(&[u8], &Context<'_>) -> Result<T, ApiError>,
+) -> Result<(Ready, T), ApiError> {
     let ready = ready(state)?.clone();
-    let body = body.map_err(|rejection| body_error(&rejection, state.options.max_body_bytes))?;
-    let job = {
+    let body = take(state, body).await?;
+    let reading = {
         let ready = ready.clone();
         // A long prompt takes a while to tokenise; other answers must go on meanwhile.
-        let reading = tokio::task::spawn_blocking(move || {
-            let limits = Limits { model: &ready.model, max_model_len: ready.backend.max_model_len() };
-            read(&body, &ready.dialect, &limits)
-        });
-        reading
-            .await
-            .map_err(|error| ApiError::internal(format!("the request could not be read: {error}")))??
+        tokio::task::spawn_blocking(move || read(&body, &context(&ready)))
     };
-    let Job { generation: request, stop, opening, delivery } = job;
-    let prompt_tokens = request.prompt.len();
-    let head = Head {
-        id: format!("{}-{:016x}{:016x}", kind.prefix(), random_seed(), random_seed()),
-        object: kind.object(delivery),
-        created: unix_time(),
-        model: ready.model.to_string(),
-    };
-    let events = match request.max_tokens {
-        0 => nothing_to_generate(),
-        _ => ready
-            .backend
-            .submit(request)
-            .map_err(|refusal| ApiError::refused(&refusal, kind.prompt_field()))?,
-    };
-    let generation = Generation::new(events, ready.dialect.answer(&stop, opening));
-    match delivery {
-        Delivery::Whole => answer::whole(kind, &head, prompt_tokens, generation).await,
-        Delivery::Stream | Delivery::StreamWithUsage => {
-            Ok(answer::stream(kind, head, prompt_tokens, generation, delivery, state.options.ping))
+    let value = reading
+        .await
+        .map_err(|error| ApiError::internal(format!("the request could not be read: {error}")))??;
+    Ok((ready, value))
+}
+
+async fn take(state: &State, body: Body) -> Result<Bytes, ApiError> {
+    let (limit, timeout) = (state.options.max_body_bytes, state.options.read_timeout);
+    let taken = tokio::time::timeout(timeout, axum::body::to_bytes(body, limit)).await;
+    taken.map_err(|_| ApiError::too_slow(timeout))?.map_err(|error| {
+        let source = std::error::Error::source(&error);
+        match source.is_some_and(|source| source.is::<http_body_util::LengthLimitError>()) {
+            true => ApiError::too_large(limit),
+            false => ApiError::bad_request(format!("the body could not be read: {error}")),
         }
+    })
+}
+
+/// From a job to the answer. Whatever drops this future or the response's body drops the engine's streams with it.
+async fn run(
+    state: &State,
+    ready: &Ready,
+    job: Job,
+    field: &'static str,
+    protocol: impl Protocol,
+) -> Result<Response, ApiError> {
+    let Job { prompts, n, generation, reading, delivery } = job;
+    let prompt_tokens = prompts.iter().map(Vec::len).sum();
+    note_dense(state, ready, prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0));
+    let mut generations = Vec::with_capacity(prompts.len() * n);
+    for prompt in prompts {
+        for choice in 0..n {
+            let mut request = GenerationRequest { prompt: prompt.clone(), ..generation.clone() };
+            // Answers to one prompt differ, and the same seed gives the same ones again.
+            request.sampling.seed = request.sampling.seed.map(|seed| seed.wrapping_add(choice as u64));
+            let events = match (request.max_tokens, request.prompt_logprobs) {
+                (0, None) => nothing_to_generate(),
+                _ => ready.backend.submit(request).map_err(|refusal| ApiError::refused(&refusal, field))?,
+            };
+            generations.push(Generation::new(events, ready.dialect.answer(&reading)));
+        }
+    }
+    let answers = Answers::new(generations, n, prompt_tokens);
+    let times = Times { ping: state.options.ping, most: state.options.request_timeout };
+    match delivery {
+        Delivery::Whole => answer::whole(protocol, answers, times).await,
+        Delivery::Stream | Delivery::StreamWithUsage => Ok(answer::stream(protocol, answers, times)),
+    }
+}
+
+/// Says once that a prompt is longer than what the model attends to.
+fn note_dense(state: &State, ready: &Ready, prompt: usize) {
+    if let Some(topk) = ready.backend.model().index_topk
+        && prompt > topk
+        && !state.said_dense.swap(true, Ordering::Relaxed)
+    {
+        tracing::warn!(
+            "a prompt has {prompt} tokens: beyond {topk} the model was trained with sparse attention, and this program attends to all of them, which is not the same (said once)"
+        );
     }
 }
 
@@ -128,11 +277,4 @@ fn nothing_to_generate() -> EventStream {
 
 fn ready(state: &State) -> Result<&Ready, ApiError> {
     state.ready.get().ok_or_else(ApiError::loading)
-}
-
-fn body_error(rejection: &BytesRejection, limit: usize) -> ApiError {
-    match rejection.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(limit),
-        _ => ApiError::bad_request(format!("the body could not be read: {rejection}")),
-    }
 }

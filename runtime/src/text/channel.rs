@@ -21,32 +21,42 @@ pub enum Opening {
 
 /// Tells reasoning from content in a stream of text.
 #[derive(Clone, Debug)]
-pub struct Channels(State);
+pub struct Channels {
+    state: State,
+    /// What a tool call begins with: it ends reasoning that the model forgot to close.
+    call: Option<&'static str>,
+}
 
 #[derive(Clone, Debug)]
 enum State {
     /// What came so far is white space and the beginning of `<think>`.
     Opening(String),
-    /// `held` ends with the beginning of `</think>`.
-    Reasoning { held: String, end: Needle },
+    /// `held` ends with the beginning of `</think>` or of a tool call.
+    Reasoning { held: String, end: Needle, call: Option<Needle> },
     /// To the end.
     Content,
 }
 
 impl State {
-    fn reasoning() -> Self {
-        Self::Reasoning { held: String::new(), end: Needle::new(THINK_END) }
+    fn reasoning(call: Option<&str>) -> Self {
+        Self::Reasoning { held: String::new(), end: Needle::new(THINK_END), call: call.map(Needle::new) }
     }
 }
 
 impl Channels {
-    /// An answer that begins as `opening` says.
-    pub fn new(opening: Opening) -> Self {
-        Self(match opening {
+    /// An answer that begins as `opening` says and whose tool calls begin with `call`, if it may have any.
+    pub fn new(opening: Opening, call: Option<&'static str>) -> Self {
+        let state = match opening {
             Opening::Plain => State::Content,
-            Opening::InReasoning => State::reasoning(),
+            Opening::InReasoning => State::reasoning(call),
             Opening::MayReason => State::Opening(String::new()),
-        })
+        };
+        Self { state, call }
+    }
+
+    /// Whether what comes next is reasoning, as far as is known.
+    pub fn is_reasoning(&self) -> bool {
+        matches!(self.state, State::Reasoning { .. })
     }
 
     /// Takes the next text and gives what is surely reasoning or content. Markers are in neither.
@@ -61,7 +71,7 @@ impl Channels {
 
     /// What was held back; it is no marker after all.
     pub fn finish(&mut self) -> Piece {
-        match &mut self.0 {
+        match &mut self.state {
             State::Opening(held) => Piece { content: std::mem::take(held), ..Piece::default() },
             State::Reasoning { held, .. } => Piece { reasoning: std::mem::take(held), ..Piece::default() },
             State::Content => Piece::default(),
@@ -70,7 +80,7 @@ impl Channels {
 
     /// Takes text up to the next change of state and gives the rest.
     fn step(&mut self, text: &str, piece: &mut Piece) -> String {
-        match &mut self.0 {
+        match &mut self.state {
             State::Content => {
                 piece.content.push_str(text);
                 String::new()
@@ -80,17 +90,17 @@ impl Channels {
                 let word = held.trim_start();
                 if let Some(rest) = word.strip_prefix(THINK_START) {
                     let rest = rest.to_owned();
-                    self.0 = State::reasoning();
+                    self.state = State::reasoning(self.call);
                     return rest;
                 }
                 if THINK_START.starts_with(word) {
                     return String::new();
                 }
                 let held = std::mem::take(held);
-                self.0 = State::Content;
+                self.state = State::Content;
                 held
             }
-            State::Reasoning { held, end } => {
+            State::Reasoning { held, end, call } => {
                 let before = held.len();
                 held.push_str(text);
                 for (at, &byte) in text.as_bytes().iter().enumerate() {
@@ -98,11 +108,19 @@ impl Channels {
                         let rest = held.split_off(before + at + 1);
                         held.truncate(held.len() - THINK_END.len());
                         piece.reasoning.push_str(held);
-                        self.0 = State::Content;
+                        self.state = State::Content;
+                        return rest;
+                    }
+                    if call.as_mut().is_some_and(|call| call.push(byte)) {
+                        let marker = self.call.map_or(0, str::len);
+                        let rest = held.split_off(before + at + 1 - marker);
+                        piece.reasoning.push_str(held);
+                        self.state = State::Content;
                         return rest;
                     }
                 }
-                let hold = held.split_off(held.len() - end.matched());
+                let open = end.matched().max(call.as_ref().map_or(0, Needle::matched));
+                let hold = held.split_off(held.len() - open);
                 piece.reasoning.push_str(held);
                 *held = hold;
                 String::new()
@@ -115,22 +133,36 @@ impl Channels {
 mod tests {
     use super::*;
 
-    fn read<'a>(opening: Opening, pieces: impl IntoIterator<Item = &'a str>) -> (String, String) {
-        let mut channels = Channels::new(opening);
+    fn read<'a>(
+        opening: Opening,
+        call: Option<&'static str>,
+        pieces: impl IntoIterator<Item = &'a str>,
+    ) -> (String, String) {
+        let mut channels = Channels::new(opening, call);
         let mut all = Piece::default();
         for piece in pieces {
-            all.append(&channels.push(piece));
+            all.append(channels.push(piece));
         }
-        all.append(&channels.finish());
+        all.append(channels.finish());
         (all.reasoning, all.content)
     }
 
-    /// The answer gives the same at every pair of splits.
     fn check(opening: Opening, answer: &str, reasoning: &str, content: &str) {
+        check_with(opening, None, answer, reasoning, content);
+    }
+
+    /// The answer gives the same at every pair of splits.
+    fn check_with(
+        opening: Opening,
+        call: Option<&'static str>,
+        answer: &str,
+        reasoning: &str,
+        content: &str,
+    ) {
         let borders: Vec<usize> = (0..=answer.len()).filter(|&at| answer.is_char_boundary(at)).collect();
         for &first in &borders {
             for &second in borders.iter().filter(|&&second| second >= first) {
-                let read = read(opening, [&answer[..first], &answer[first..second], &answer[second..]]);
+                let read = read(opening, call, [&answer[..first], &answer[first..second], &answer[second..]]);
                 assert_eq!(read, (reasoning.into(), content.into()), "{answer:?} at {first}, {second}");
             }
         }
@@ -156,13 +188,28 @@ mod tests {
     }
 
     #[test]
+    fn a_tool_call_ends_reasoning_that_was_never_closed() {
+        let call = Some("<tool_call>");
+        check_with(
+            Opening::InReasoning,
+            call,
+            "I look<tool_call>f</tool_call>",
+            "I look",
+            "<tool_call>f</tool_call>",
+        );
+        check_with(Opening::InReasoning, call, "a</think>b<tool_call>f", "a", "b<tool_call>f");
+        check_with(Opening::MayReason, call, "<think>a <tool_c</think>", "a <tool_c", "");
+        check(Opening::InReasoning, "I look<tool_call>f", "I look<tool_call>f", "");
+    }
+
+    #[test]
     fn plain_text_keeps_its_markers() {
         check(Opening::Plain, "<think>a</think>b", "", "<think>a</think>b");
     }
 
     #[test]
     fn what_cannot_be_a_marker_is_not_held_back() {
-        let mut channels = Channels::new(Opening::InReasoning);
+        let mut channels = Channels::new(Opening::InReasoning, None);
         assert_eq!(channels.push("a < b").reasoning, "a < b");
         assert_eq!(channels.push("x<").reasoning, "x");
         assert_eq!(channels.push("y").reasoning, "<y");

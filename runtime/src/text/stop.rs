@@ -9,7 +9,8 @@ pub struct StopStrings {
     needles: Vec<Needle>,
     /// The end of the text so far that may be the beginning of a stop string.
     held: String,
-    found: bool,
+    /// Which one was found.
+    found: Option<usize>,
 }
 
 impl StopStrings {
@@ -19,26 +20,26 @@ impl StopStrings {
         Self {
             needles: stops.iter().map(|stop| Needle::new(stop)).collect(),
             held: String::new(),
-            found: false,
+            found: None,
         }
     }
 
     /// Takes the next text and gives what is surely before every stop string.
     pub fn push(&mut self, text: &str) -> String {
-        if self.found {
+        if self.found.is_some() {
             return String::new();
         }
         self.held.push_str(text);
         let before = self.held.len() - text.len();
         for (at, &byte) in text.as_bytes().iter().enumerate() {
             let mut longest = None;
-            for needle in &mut self.needles {
+            for (which, needle) in self.needles.iter_mut().enumerate() {
                 if needle.push(byte) {
-                    longest = longest.max(Some(needle.matched()));
+                    longest = longest.max(Some((needle.matched(), which)));
                 }
             }
-            if let Some(length) = longest {
-                self.found = true;
+            if let Some((length, which)) = longest {
+                self.found = Some(which);
                 self.held.truncate(before + at + 1 - length);
                 return std::mem::take(&mut self.held);
             }
@@ -50,6 +51,11 @@ impl StopStrings {
 
     /// Whether a stop string was found.
     pub fn found(&self) -> bool {
+        self.found.is_some()
+    }
+
+    /// Which of the stop strings it was.
+    pub fn which(&self) -> Option<usize> {
         self.found
     }
 

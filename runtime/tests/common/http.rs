@@ -1,6 +1,6 @@
 //! A server on a loopback socket with an engine that says what the test tells it to, and a client that shows every byte.
 
-use runtime::engine::{Event, EventStream, GenerationRequest, Refusal};
+use runtime::engine::{Event, EventStream, GenerationRequest, ModelInfo, Refusal};
 use runtime::server::{Backend, Readiness, Server, ServerOptions};
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -43,7 +43,7 @@ impl Backend for Scripted {
     fn submit(&self, request: GenerationRequest) -> Result<EventStream, Refusal> {
         let prompt = request.prompt.len();
         self.0.requests.lock().unwrap().push(request);
-        let max_model_len = self.max_model_len();
+        let max_model_len = self.model().max_model_len;
         if prompt >= max_model_len {
             return Err(Refusal::ContextLength { prompt, max_model_len });
         }
@@ -64,8 +64,17 @@ impl Backend for Scripted {
         Ok(stream)
     }
 
-    fn max_model_len(&self) -> usize {
-        self.0.long_context.get().copied().unwrap_or(MAX_MODEL_LEN)
+    fn model(&self) -> ModelInfo {
+        ModelInfo {
+            max_model_len: self.0.long_context.get().copied().unwrap_or(MAX_MODEL_LEN),
+            vocab_size: 4096,
+            ranks: 8,
+            index_topk: Some(48),
+        }
+    }
+
+    fn metrics(&self, model: &str) -> String {
+        format!("# of {model}\n")
     }
 }
 

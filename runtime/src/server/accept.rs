@@ -1,0 +1,137 @@
+//! Connections: accepted, limited, encrypted where that is asked for, and ended.
+
+use axum::Router;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use std::future::Future;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+/// A certificate and its key, ready to encrypt with.
+#[derive(Clone)]
+pub struct Tls(TlsAcceptor);
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Tls")
+    }
+}
+
+impl Tls {
+    /// Reads a chain of certificates, the server's first, and the key of that one, both PEM.
+    ///
+    /// # Errors
+    /// One line that names the file.
+    pub fn open(certificates: &Path, key: &Path) -> Result<Self, String> {
+        let fault = |path: &Path, expected: &str, error: &dyn std::fmt::Display| {
+            format!("{}: expected {expected}: {error}", path.display())
+        };
+        let expected = "PEM certificates";
+        let chain = CertificateDer::pem_file_iter(certificates)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .map_err(|error| fault(certificates, expected, &error))?;
+        if chain.is_empty() {
+            return Err(fault(certificates, expected, &"there is none in it"));
+        }
+        let secret =
+            PrivateKeyDer::from_pem_file(key).map_err(|error| fault(key, "a PEM private key", &error))?;
+        let mut config = ServerConfig::builder()
+            .with_no_client_auth()
+            .with_single_cert(chain, secret)
+            .map_err(|error| fault(key, "the key of the certificate", &error))?;
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Ok(Self(TlsAcceptor::from(Arc::new(config))))
+    }
+}
+
+/// What bounds connections.
+#[derive(Clone, Debug)]
+pub(super) struct Limits {
+    pub(super) connections: usize,
+    /// For a request's head, and for the handshake.
+    pub(super) read_timeout: Duration,
+    /// For answers to end once the server is told to stop.
+    pub(super) grace: Duration,
+}
+
+/// Serves until `shutdown` resolves; then takes no more connections and waits for answers to end.
+pub(super) async fn serve(
+    listener: TcpListener,
+    router: Router,
+    tls: Option<Tls>,
+    limits: Limits,
+    shutdown: impl Future<Output = ()>,
+) -> std::io::Result<()> {
+    // One request after the other on a connection is all that clients of such a server do.
+    let mut builder = auto::Builder::new(TokioExecutor::new()).http1_only();
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(limits.read_timeout);
+    let graceful = GracefulShutdown::new();
+    let places = Arc::new(Semaphore::new(limits.connections));
+    tokio::pin!(shutdown);
+    loop {
+        let place = tokio::select! {
+            place = Arc::clone(&places).acquire_owned() => place.expect("it is never closed"),
+            () = &mut shutdown => break,
+        };
+        let stream = tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Out of file descriptors, or the client is gone: the next one may fare better.
+                    tracing::warn!("accept: {error}");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            },
+            () = &mut shutdown => break,
+        };
+        // Small chunks should leave at once.
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!("set_nodelay: {error}");
+        }
+        let (builder, router, tls, watcher) =
+            (builder.clone(), router.clone(), tls.clone(), graceful.watcher());
+        let timeout = limits.read_timeout;
+        tokio::spawn(async move {
+            match tls {
+                None => answer(stream, &builder, router, watcher).await,
+                Some(tls) => match tokio::time::timeout(timeout, tls.0.accept(stream)).await {
+                    Ok(Ok(stream)) => answer(stream, &builder, router, watcher).await,
+                    Ok(Err(error)) => tracing::debug!("TLS: {error}"),
+                    Err(_) => tracing::debug!("TLS: the handshake took too long"),
+                },
+            }
+            drop(place);
+        });
+    }
+    drop(listener);
+    // Answers that go on for longer are cut off.
+    let _ = tokio::time::timeout(limits.grace, graceful.shutdown()).await;
+    Ok(())
+}
+
+async fn answer<S>(
+    stream: S,
+    builder: &auto::Builder<TokioExecutor>,
+    router: Router,
+    watcher: hyper_util::server::graceful::Watcher,
+) where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = TowerToHyperService::new(router);
+    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+    if let Err(error) = watcher.watch(connection).await {
+        // Clients go away as they like.
+        tracing::debug!("connection: {error}");
+    }
+}

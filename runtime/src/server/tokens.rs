@@ -1,0 +1,75 @@
+//! `/tokenize`, `/detokenize`, `/tokenizer_info`, as vLLM has them.
+
+use super::api::spelling;
+use super::chat;
+use super::error::ApiError;
+use super::fields::{self, Fields};
+use super::request::{Context, check_model, encode_error, token_ids};
+use crate::tokenizer::Specials;
+use serde_json::{Value, json};
+
+/// `{prompt}` or `{messages, tools, ..}` to `{tokens, count, max_model_len}`.
+pub(super) fn tokenize(body: &[u8], context: &Context<'_>) -> Result<Value, ApiError> {
+    let map = fields::object(body)?;
+    let fields = Fields::new(&map);
+    check_model(&fields, context)?;
+    let tokenizer = context.dialect.tokenizer();
+    let add_special = fields.boolean("add_special_tokens")?;
+    let strings = fields.boolean("return_token_strs")?.unwrap_or(false);
+    let tokens = match (fields.value("prompt"), fields.value("messages")) {
+        (Some(_), Some(_)) => return Err(ApiError::field("messages", "not together with prompt: give one")),
+        (None, Some(_)) => chat::conversation(&fields)?.prompt(context)?,
+        _ => {
+            let Some(prompt) = fields.string("prompt")? else {
+                return Err(ApiError::field("prompt", "missing: expected a string, or messages"));
+            };
+            let encoded = match add_special {
+                Some(false) => tokenizer.encode(prompt, Specials::Recognised),
+                _ => tokenizer.encode_prompt(prompt, usize::MAX),
+            };
+            encoded.map_err(|error| encode_error("prompt", &error, context))?
+        }
+    };
+    let mut answer = json!({"count": tokens.len(), "max_model_len": context.max_model_len, "tokens": tokens});
+    if strings {
+        answer["token_strs"] = tokens.iter().map(|&id| spelling(tokenizer, id)).collect();
+    }
+    Ok(answer)
+}
+
+/// `{tokens}` to `{prompt}`.
+pub(super) fn detokenize(body: &[u8], context: &Context<'_>) -> Result<Value, ApiError> {
+    let map = fields::object(body)?;
+    let fields = Fields::new(&map);
+    check_model(&fields, context)?;
+    let Some(tokens) = fields.array("tokens")? else {
+        return Err(ApiError::field("tokens", "missing: expected a list of token ids"));
+    };
+    let ids = token_ids("tokens", tokens)?;
+    let tokenizer = context.dialect.tokenizer();
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= tokenizer.vocab_size()) {
+        let message = format!("expected ids below {}, the vocabulary, found {id}", tokenizer.vocab_size());
+        return Err(ApiError::field("tokens", message));
+    }
+    Ok(json!({"prompt": tokenizer.decode(&ids)}))
+}
+
+/// What a client may know of the vocabulary.
+pub(super) fn info(context: &Context<'_>) -> Value {
+    let dialect = context.dialect;
+    let (tokenizer, defaults) = (dialect.tokenizer(), dialect.defaults());
+    let name = |id: u32| tokenizer.decode(&[id]);
+    let added: serde_json::Map<String, Value> = (0..u32::try_from(tokenizer.vocab_size()).unwrap_or(0))
+        .filter(|&id| tokenizer.is_added(id))
+        .map(|id| (id.to_string(), json!({"content": name(id), "special": tokenizer.is_control(id)})))
+        .collect();
+    json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "vocab_size": tokenizer.vocab_size(),
+        "model_max_length": context.max_model_len,
+        "eos_token_ids": defaults.eos_token_ids,
+        "eos_token": defaults.eos_token_ids.first().map(|&id| name(id)),
+        "added_tokens_decoder": added,
+        "chat_template": dialect.template(),
+    })
+}
