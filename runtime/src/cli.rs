@@ -2,13 +2,15 @@
 
 mod generate;
 mod logits;
+mod reference;
 mod serve;
 
 use clap::builder::FalseyValueParser;
 use clap::error::ErrorKind;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use indicatif::ProgressBar;
 use runtime::engine::{Arithmetic, Engine, EngineOptions};
+use runtime::scheduler::PrefixCache;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -26,13 +28,16 @@ const EXAMPLES: &str = "\
 Examples:
   shardrun serve ./glm-5                          OpenAI-compatible HTTP on 127.0.0.1:8000
   shardrun generate ./glm-5 --prompt 'What is 2+2?'
-  shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors";
+  shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors
+  shardrun completions bash > /etc/bash_completion.d/shardrun";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(serve::Serve),
     Generate(generate::Generate),
     Logits(logits::Logits),
+    Completions(reference::Completions),
+    Man(reference::Man),
 }
 
 /// What ends a command.
@@ -91,6 +96,8 @@ pub(crate) fn run() -> Result<ExitCode, Error> {
         Command::Serve(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Logits(command) => command.run(),
+        Command::Completions(command) => command.run(),
+        Command::Man(command) => command.run(),
     }
 }
 
@@ -103,13 +110,26 @@ fn refuse(error: &clap::Error) -> Result<ExitCode, Error> {
             Ok(ExitCode::SUCCESS)
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-            Err(Error::Usage("a command is missing: serve, generate or logits; see `shardrun --help`".into()))
+            Err(Error::Usage(
+                "a command is missing: serve, generate, logits, completions or man; see `shardrun --help`"
+                    .into(),
+            ))
         }
         _ => {
             let cause = text.split("\n\n").next().unwrap_or_default();
             let cause = cause.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
-            Err(Error::Usage(format!("{cause}; see `shardrun --help`")))
+            Err(Error::Usage(format!("{cause}; see `{} --help`", asked_for())))
         }
+    }
+}
+
+/// The program with the command that it was started with, where it knows it.
+fn asked_for() -> String {
+    let first = std::env::args_os().nth(1).unwrap_or_default();
+    let cli = Cli::command();
+    match cli.get_subcommands().find(|command| command.get_name() == first) {
+        Some(command) => format!("shardrun {}", command.get_name()),
+        None => "shardrun".to_owned(),
     }
 }
 
@@ -133,6 +153,12 @@ struct EngineArgs {
     /// Prompt tokens in one step; longer prompts go in chunks of this many
     #[arg(long, env = "SHARDRUN_MAX_NUM_BATCHED_TOKENS", value_name = "TOKENS", default_value_t = EngineOptions::default().max_num_batched_tokens)]
     max_num_batched_tokens: usize,
+    /// Memory of the key-value caches of all ranks together, such as 8GiB or 500MB [default: what --max-num-seqs answers of the longest length take, at most 4GiB]
+    #[arg(long, env = "SHARDRUN_KV_CACHE_MEMORY", value_name = "SIZE", value_parser = bytes)]
+    kv_cache_memory: Option<usize>,
+    /// Compute every prompt whole, even where its beginning is still in the cache
+    #[arg(long, env = "SHARDRUN_NO_ENABLE_PREFIX_CACHING", value_parser = FalseyValueParser::new())]
+    no_enable_prefix_caching: bool,
     /// Hold every byte against its digest before anything is loaded
     #[arg(long, env = "SHARDRUN_VERIFY", value_parser = FalseyValueParser::new())]
     verify: bool,
@@ -148,6 +174,8 @@ impl EngineArgs {
             max_num_seqs,
             max_num_batched_tokens: self.max_num_batched_tokens,
             arithmetic: self.device.arithmetic(),
+            kv_cache_bytes: self.kv_cache_memory,
+            prefix_cache: if self.no_enable_prefix_caching { PrefixCache::Off } else { PrefixCache::On },
             verify: self.verify,
             ..EngineOptions::default()
         }
@@ -185,6 +213,26 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
+/// A number of bytes: `1073741824`, `512MiB`, `8 GB`, `1.5g`. Units of a thousand end with `B` alone.
+fn bytes(text: &str) -> Result<usize, String> {
+    const EXPECTED: &str = "expected a size such as 8GiB, 500MB or 1073741824";
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let number: f64 = text[..digits].parse().map_err(|_| EXPECTED)?;
+    let unit = text[digits..].trim().to_lowercase();
+    let (prefix, step) = match unit.strip_suffix("ib") {
+        Some(prefix) => (prefix, 1024.0f64),
+        None => match unit.strip_suffix('b') {
+            Some(prefix) => (prefix, 1000.0),
+            None => (unit.as_str(), 1024.0),
+        },
+    };
+    let power = ["", "k", "m", "g", "t"].iter().position(|known| *known == prefix).ok_or(EXPECTED)?;
+    let size = number * step.powi(i32::try_from(power).expect("there are five"));
+    // Beyond a few PB nothing has memory, and floats still count in bytes below.
+    if (1.0..1e16).contains(&size) { Ok(size as usize) } else { Err(EXPECTED.to_owned()) }
+}
+
 /// Loads a checkpoint, with a spinner where stderr is a terminal.
 fn start_engine(dir: &Path, options: &EngineOptions) -> Result<Engine, Error> {
     let spinner = ProgressBar::new_spinner().with_message(format!("loading {}", dir.display()));
@@ -200,4 +248,27 @@ struct CheckpointArgs {
     /// Folder of the checkpoint, as `shardmill convert` writes it
     #[arg(value_name = "DIR")]
     dir: PathBuf,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bytes;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, size) in [
+            ("1073741824", 1 << 30),
+            ("8GiB", 8 << 30),
+            ("8 gib", 8 << 30),
+            ("500MB", 500_000_000),
+            ("1.5k", 1536),
+            ("2T", 2 << 40),
+            ("7b", 7),
+        ] {
+            assert_eq!(bytes(text), Ok(size), "{text}");
+        }
+        for text in ["", "GiB", "-1", "1e3", "8X", "8GiBs", "0", "0.0001", "1..2", "99999999T", "nan"] {
+            assert!(bytes(text).is_err(), "{text}");
+        }
+    }
 }

@@ -37,6 +37,14 @@ fn wrong_command_lines_are_refused_in_one_line() {
         (&["serve", "dir", "--port", "x"], "--port"),
         (&["serve", "dir", "--max-num-seqs", "0"], "at least 1"),
         (&["serve", "dir", "--frobnicate"], "--frobnicate"),
+        (&["serve", "dir", "--served-model-name", ""], "--served-model-name"),
+        (&["serve", "dir", "--served-model-name", " "], "expected a name"),
+        (&["serve", "dir", "--kv-cache-memory", "8X"], "such as 8GiB"),
+        (&["serve", "dir", "--allowed-origins", "example.com"], "scheme and host"),
+        (&["serve", "dir", "--ssl-certfile", "x"], "--ssl-keyfile"),
+        (&["serve", "dir", "--read-timeout", "0"], "--read-timeout"),
+        (&["completions", "abacus"], "abacus"),
+        (&["man"], "<DIR>"),
         (&["generate", "dir"], "--prompt"),
         (&["generate", "dir", "--prompt", "x", "--temperature", "3"], "from 0 to 2"),
         (&["generate", "dir", "--prompt", "x", "--temperature", "nan"], "from 0 to 2"),
@@ -46,7 +54,12 @@ fn wrong_command_lines_are_refused_in_one_line() {
         (&["logits", "dir", "--tokens", "x"], "--out"),
     ] {
         let line = refused(&mut shardrun(arguments));
-        assert!(line.contains(expected) && line.contains("shardrun --help"), "{line}");
+        // The command's own help says more than the program's.
+        let help = match arguments.first() {
+            Some(&command) if command != "frobnicate" => format!("see `shardrun {command} --help`"),
+            _ => "see `shardrun --help`".to_owned(),
+        };
+        assert!(line.contains(expected) && line.ends_with(&help), "{line}");
     }
 }
 
@@ -65,7 +78,14 @@ fn options_come_from_the_environment_too() {
 
 #[test]
 fn help_has_examples_and_goes_to_stdout() {
-    for command in [&["--help"][..], &["serve", "--help"], &["generate", "--help"], &["logits", "--help"]] {
+    for command in [
+        &["--help"][..],
+        &["serve", "--help"],
+        &["generate", "--help"],
+        &["logits", "--help"],
+        &["completions", "--help"],
+        &["man", "--help"],
+    ] {
         let output = shardrun(command).output().unwrap();
         let text = String::from_utf8(output.stdout.clone()).unwrap();
         assert!(output.status.success() && text.contains("Examples:\n  shardrun "), "{text}");
@@ -125,6 +145,8 @@ fn generation_configs_that_cannot_be_are_refused() {
         (Some(r#"{"eos_token_id": 1, "temperature": -1}"#), "temperature"),
         (Some(r#"{"eos_token_id": 1, "top_p": 0}"#), "top_p"),
         (Some(r#"{"eos_token_id": 1, "min_p": 2}"#), "min_p"),
+        (Some(r#"{"eos_token_id": 1, "repetition_penalty": 0}"#), "repetition_penalty"),
+        (Some(r#"{"eos_token_id": [1, 5000]}"#), "eos_token_id: expected ids below 4096"),
     ] {
         if let Some(config) = config {
             std::fs::write(dir.path().join("generation_config.json"), config).unwrap();
@@ -183,4 +205,55 @@ fn closed_streams_are_no_panic() {
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn keys_and_certificates_that_are_none_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (keys, empty, text) = (path("keys"), path("empty"), path("text"));
+    std::fs::write(&keys, "good\nb\u{e4}d\n").unwrap();
+    std::fs::write(&empty, "\n \n").unwrap();
+    std::fs::write(&text, "no certificate").unwrap();
+    for (arguments, expected) in [
+        (vec!["--api-key-file", &path("nowhere")[..]], "nowhere: No such file"),
+        (vec!["--api-key-file", &empty], "empty: expected keys, one on each line"),
+        (vec!["--api-key-file", &keys], "key 2: expected printable ASCII"),
+        (vec!["--api-key", ""], "--api-key: expected a key"),
+        (vec!["--api-key", "a b"], "--api-key: expected a key"),
+        (vec!["--ssl-certfile", &text, "--ssl-keyfile", &text], "text: expected PEM certificates"),
+        (vec!["--ssl-certfile", "nowhere", "--ssl-keyfile", &text], "nowhere: expected PEM certificates"),
+    ] {
+        let mut all = vec!["serve", "dir", "--port", "0"];
+        all.extend(arguments);
+        let line = refused(&mut shardrun(&all));
+        assert!(line.contains(expected), "{line}");
+        assert!(!line.contains("a b"), "a key is not repeated");
+    }
+}
+
+#[test]
+fn completions_and_manual_pages_name_every_command() {
+    let commands = ["serve", "generate", "logits", "completions", "man"];
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let output = shardrun(&["completions", shell]).output().unwrap();
+        let script = String::from_utf8(output.stdout.clone()).unwrap();
+        assert!(output.status.success() && stderr(&output).is_empty());
+        for word in commands.iter().chain(&["kv-cache-memory", "api-key-file"]) {
+            assert!(script.contains(word), "{shell} does not know {word}");
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let man = dir.path().join("man1");
+    let output = shardrun(&["man", man.to_str().unwrap()]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    for command in commands {
+        let page = std::fs::read_to_string(man.join(format!("shardrun-{command}.1"))).unwrap();
+        assert!(page.contains("Examples"), "{command}");
+    }
+    let serve = std::fs::read_to_string(man.join("shardrun-serve.1")).unwrap().replace('\\', "");
+    assert!(serve.contains("--max-queued-requests") && serve.contains("SHARDRUN_API_KEY"));
+    std::fs::write(dir.path().join("file"), "").unwrap();
+    let line = refused(&mut shardrun(&["man", dir.path().join("file").to_str().unwrap()]));
+    assert!(line.contains("cannot create the folder"), "{line}");
 }
