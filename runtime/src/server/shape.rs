@@ -40,24 +40,29 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Option<(String, Shape)>, ApiEr
 
 /// `{"type": "json_schema", "json_schema": {"name": .., "schema": ..}}`, as chat completions have it.
 pub(super) fn response_format(format: &Fields<'_>) -> Result<Option<Shape>, ApiError> {
+    let inner = format.fields("json_schema")?;
+    if let Some(inner) = &inner {
+        inner.string("name")?;
+        inner.string("description")?;
+        inner.boolean("strict")?;
+        if inner.fields("schema")?.is_none() {
+            return Err(ApiError::field(inner.path("schema"), "missing: expected a JSON schema"));
+        }
+    }
     match format.string("type")? {
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(Shape::JsonObject)),
         Some("json_schema") => {
             // The responses interface has it without the inner object.
-            let inner = match format.fields("json_schema")? {
+            let inner = match inner {
                 Some(inner) => inner,
                 None if format.value("schema").is_some() => format.clone(),
                 None => {
                     return Err(ApiError::field(format.path("json_schema"), "missing: expected an object"));
                 }
             };
-            inner.string("name")?;
-            inner.boolean("strict")?;
-            match inner.value("schema") {
-                Some(schema) => schema_shape(&inner.path("schema"), schema).map(Some),
-                None => Err(ApiError::field(inner.path("schema"), "missing: expected a JSON schema")),
-            }
+            let schema = inner.value("schema").expect("it was looked for above");
+            schema_shape(&inner.path("schema"), schema).map(Some)
         }
         found => {
             let expected = "expected \"text\", \"json_object\" or \"json_schema\"";

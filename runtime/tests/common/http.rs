@@ -1,5 +1,7 @@
 //! A server on a loopback socket with an engine that says what the test tells it to, and a client that shows every byte.
 
+#![allow(dead_code, reason = "every test program takes what it needs")]
+
 use runtime::engine::{Event, EventStream, GenerationRequest, ModelInfo, Refusal};
 use runtime::server::{Backend, Readiness, Server, ServerOptions};
 use serde_json::Value;
@@ -87,6 +89,11 @@ impl Scripted {
     /// The last request it got.
     pub(crate) fn last(&self) -> GenerationRequest {
         self.0.requests.lock().unwrap().last().expect("a request came through").clone()
+    }
+
+    /// All requests it got.
+    pub(crate) fn all(&self) -> Vec<GenerationRequest> {
+        self.0.requests.lock().unwrap().clone()
     }
 
     /// How many requests it got.
@@ -228,7 +235,7 @@ pub(crate) struct Response {
 }
 
 impl Response {
-    fn parse(bytes: &[u8]) -> Self {
+    pub(crate) fn parse(bytes: &[u8]) -> Self {
         let text = String::from_utf8(bytes.to_vec()).expect("everything is UTF-8");
         let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));
         let status = head.split(' ').nth(1).unwrap().parse().unwrap();
