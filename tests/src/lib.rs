@@ -3,6 +3,10 @@
 //! Oracles come from `../shared` where it lies beside the project, and from the copies under `tests/data` otherwise. The copies
 //! cover the bundled model; what only `../shared` has is said on stderr when it is not there.
 
+#![allow(clippy::unwrap_used, reason = "what the tests share fails as a test does")]
+
+pub mod server;
+
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,78 +3,12 @@
 
 use formats::checkpoint::Checkpoint;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, Stdio};
+use std::io::Read;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use tests::server::Server;
 use tests::{Chat, bundled, failure, program};
-
-/// A running server, killed when the test ends.
-struct Server {
-    child: Child,
-    url: String,
-    _checkpoint: TempDir,
-}
-
-impl Server {
-    fn start(arguments: &[&str]) -> Self {
-        let temp = TempDir::new().unwrap();
-        let dir = bundled().convert(temp.path(), 8);
-        let mut child = Command::new(program("shardrun"))
-            .args(["serve".as_ref(), dir.as_os_str()])
-            .args(["--port", "0"])
-            .args(arguments)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let url = line.split_whitespace().find(|word| word.starts_with("http://"));
-        let url = url.unwrap_or_else(|| panic!("no URL in {line:?}")).to_owned();
-        Self { child, url, _checkpoint: temp }
-    }
-
-    /// Status and JSON body of a POST.
-    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
-        let (status, text) = self.post_text(path, body);
-        (status, serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}")))
-    }
-
-    fn post_text(&self, path: &str, body: &Value) -> (u16, String) {
-        let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
-        let url = format!("{}{path}", self.url);
-        let mut reply = agent
-            .post(&url)
-            .header("content-type", "application/json")
-            .send(body.to_string().as_bytes())
-            .unwrap();
-        (reply.status().as_u16(), reply.body_mut().read_to_string().unwrap())
-    }
-
-    fn get(&self, path: &str) -> Value {
-        let text =
-            ureq::get(&format!("{}{path}", self.url)).call().unwrap().body_mut().read_to_string().unwrap();
-        serde_json::from_str(&text).unwrap()
-    }
-
-    /// The JSON chunks of a streamed answer; the stream must end with `[DONE]`.
-    fn stream(&self, path: &str, body: &Value) -> Vec<Value> {
-        let (status, text) = self.post_text(path, body);
-        assert_eq!(status, 200, "{text}");
-        let events: Vec<&str> = text.split("\n\n").filter(|event| !event.is_empty()).collect();
-        let (last, chunks) = events.split_last().unwrap();
-        assert_eq!(*last, "data: [DONE]");
-        let json = |event: &&str| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap();
-        chunks.iter().filter(|event| !event.starts_with(':')).map(json).collect()
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 fn request(chat: &Chat) -> Value {
     let mut body = json!({
@@ -97,7 +31,7 @@ fn split(chat: &Chat) -> (Option<&str>, &str) {
 }
 
 fn chats() -> Vec<Chat> {
-    // Tool calls are text here: their parsing is not built yet.
+    // What a tool call is read as is held by a test of its own.
     bundled().chats().into_iter().filter(|chat| !chat.text.contains("<tool_call>")).collect()
 }
 
@@ -127,7 +61,7 @@ fn every_oracle_chat_is_answered_word_for_word() {
         assert_eq!(joined("reasoning_content"), reasoning.unwrap_or_default());
         let usage = chunks.last().unwrap();
         assert_eq!(usage["choices"], json!([]));
-        assert_eq!(usage["usage"], reply["usage"]);
+        assert_eq!(usage["usage"]["completion_tokens"], reply["usage"]["completion_tokens"]);
         let finish: Vec<&Value> =
             chunks.iter().filter(|c| c["choices"][0]["finish_reason"] == "stop").collect();
         assert_eq!(finish.len(), 1);
@@ -206,7 +140,7 @@ fn bad_requests_name_the_field_and_leave_the_server_alone() {
 #[test]
 fn sigterm_ends_with_exit_code_0() {
     let mut server = Server::start(&[]);
-    assert!(Command::new("kill").args(["-TERM", &server.child.id().to_string()]).status().unwrap().success());
+    assert!(Command::new("kill").args(["-TERM", &server.id().to_string()]).status().unwrap().success());
     let begin = Instant::now();
     let status = loop {
         if let Some(status) = server.child.try_wait().unwrap() {
@@ -293,4 +227,128 @@ fn generate_prints_the_answer() {
     child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     child.wait().unwrap();
     assert!(!stderr.contains("panicked"), "a closed pipe is no fault: {stderr}");
+}
+
+#[test]
+fn the_oracles_tool_call_is_a_call() {
+    let server = Server::start(&[]);
+    let chat = bundled().chats().into_iter().find(|chat| chat.text.contains("<tool_call>")).unwrap();
+    let (status, reply) = server.post("/v1/chat/completions", &request(&chat));
+    let choice = &reply["choices"][0];
+    assert_eq!(
+        (status, &choice["finish_reason"], &choice["message"]["content"]),
+        (200, &json!("tool_calls"), &Value::Null)
+    );
+    let call = &choice["message"]["tool_calls"][0]["function"];
+    assert_eq!(
+        (&call["name"], &call["arguments"]),
+        (&json!("get_weather"), &json!("{\"city\": \"Oslo\"}")),
+        "{reply}"
+    );
+    // It must call something where the question asks for nothing.
+    let mut body = request(&chat);
+    body["messages"] = json!([{"role": "user", "content": "What is 2+2? Answer briefly."}]);
+    body["tool_choice"] = json!({"type": "function", "function": {"name": "calculator"}});
+    let (status, reply) = server.post("/v1/chat/completions", &body);
+    let call = &reply["choices"][0]["message"]["tool_calls"][0]["function"];
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap_or_default()).unwrap();
+    assert_eq!((status, &call["name"]), (200, &json!("calculator")), "{reply}");
+    assert!(arguments["expression"].is_string(), "{reply}");
+}
+
+#[test]
+fn answers_follow_their_schema_also_behind_reasoning() {
+    let server = Server::start(&[]);
+    let schema = json!({"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}},
+        "required": ["sum", "ok"], "additionalProperties": false});
+    for thinking in [false, true] {
+        for temperature in [0.0, 1.5] {
+            let body = json!({"messages": [{"role": "user", "content": "What is 37+48?"}], "temperature": temperature, "seed": 1,
+                "chat_template_kwargs": {"enable_thinking": thinking}, "max_tokens": 400,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}});
+            let (status, reply) = server.post("/v1/chat/completions", &body);
+            assert_eq!(status, 200, "{reply}");
+            let choice = &reply["choices"][0];
+            if choice["finish_reason"] == "length" {
+                continue;
+            }
+            let content: Value =
+                serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
+            assert!(
+                content["sum"].as_u64().is_some_and(|sum| sum <= 99) && content["ok"].is_boolean(),
+                "{reply}"
+            );
+            assert_eq!(choice["message"]["reasoning_content"].is_string(), thinking, "{reply}");
+        }
+    }
+}
+
+#[test]
+fn cached_prefixes_and_preemption_change_no_answer() {
+    let long = |tail: &str| {
+        format!("{}{tail}", "In the beginning God created the heaven and the earth. ".repeat(12))
+    };
+    let tails = ["And", "The sea", "What is", "A man went", "Once upon", "Moses said"];
+    // Long prompts that share their beginning, and short ones with long answers.
+    let body = |tail: &str| {
+        let (prompt, most) = match tails.iter().position(|known| *known == tail) {
+            Some(at) if at % 2 == 0 => (long(tail), 70),
+            _ => (tail.to_owned(), 250),
+        };
+        json!({"prompt": prompt, "temperature": 0, "max_tokens": most, "ignore_eos": true, "logprobs": 2})
+    };
+    let alone = Server::start(&["--no-enable-prefix-caching"]);
+    let expected: Vec<Value> =
+        tails.iter().map(|tail| alone.post("/v1/completions", &body(tail)).1).collect();
+    assert!(expected.iter().all(|reply| reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0));
+    // Room for one of them and a little more: they push each other out.
+    let small = Server::start(&["--max-model-len", "320", "--kv-cache-memory", "30MiB"]);
+    for _ in 0..2 {
+        std::thread::scope(|scope| {
+            for (tail, expected) in tails.iter().zip(&expected) {
+                let (small, body) = (&small, body(tail));
+                scope.spawn(move || {
+                    let (status, reply) = small.post("/v1/completions", &body);
+                    assert_eq!(status, 200, "{reply}");
+                    assert_eq!(reply["choices"], expected["choices"], "{tail}");
+                });
+            }
+        });
+    }
+    assert!(small.metric("vllm:num_preemptions_total") > 0.0, "{}", small.get_text("/metrics"));
+    assert!(small.metric("vllm:prefix_cache_hits_total") > 100.0);
+    assert_eq!(small.metric("vllm:kv_cache_usage_perc"), 0.0, "every block came back");
+}
+
+#[test]
+fn full_queues_and_caches_that_are_too_small_are_refused() {
+    let server = Server::start(&["--max-num-seqs", "1", "--max-queued-requests", "2"]);
+    let body = json!({"prompt": "In the beginning", "max_tokens": 300, "ignore_eos": true, "temperature": 0});
+    let statuses: Vec<u16> = std::thread::scope(|scope| {
+        let clients: Vec<_> =
+            (0..12).map(|_| scope.spawn(|| server.post("/v1/completions", &body).0)).collect();
+        clients.into_iter().map(|client| client.join().unwrap()).collect()
+    });
+    assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{statuses:?}");
+    assert!(statuses.contains(&200) && statuses.contains(&429), "{statuses:?}");
+    assert_eq!(server.post("/v1/completions", &body).0, 200, "and then there is room again");
+    let temp = TempDir::new().unwrap();
+    let dir = bundled().convert(temp.path(), 2);
+    for (memory, expected) in [
+        ("1kB", "a block of 64 tokens"),
+        ("4MiB", "one sequence of 512 tokens"),
+        ("9000T", "what this machine has"),
+    ] {
+        let mut command = Command::new(program("shardrun"));
+        command.arg("serve").arg(&dir).args([
+            "--port",
+            "0",
+            "--max-model-len",
+            "512",
+            "--kv-cache-memory",
+            memory,
+        ]);
+        let message = failure(&mut command, 2);
+        assert!(message.contains("--kv-cache-memory: expected") && message.contains(expected), "{message}");
+    }
 }
