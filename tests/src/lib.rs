@@ -26,13 +26,21 @@ pub fn shared(what: &str) -> Option<PathBuf> {
     if path.join("oracles").is_dir() {
         return Some(path);
     }
+    say_once(&format!("NOT RUN without ../shared: {what}\n"));
+    None
+}
+
+/// Says on stderr that something was not tested, and why.
+pub fn not_run(what: &str) {
+    say_once(&format!("NOT RUN: {what}\n"));
+}
+
+fn say_once(line: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(what.to_owned()) {
+    if SAID.lock().unwrap_or_else(PoisonError::into_inner).insert(line.to_owned()) {
         // Straight to the stream: the test harness hides what the print macros write.
-        let line = format!("NOT RUN without ../shared: {what}\n");
         std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
     }
-    None
 }
 
 /// A model with its oracles.
