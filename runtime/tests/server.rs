@@ -589,7 +589,9 @@ fn bodies_that_are_no_requests_are_refused() {
 #[test]
 fn unknown_places_and_wrong_methods_say_so_in_json() {
     let server = TestServer::start([]);
-    for response in [server.get("/"), server.get("/v1/nothing"), server.post("/v1/embeddings", &json!({}))] {
+    for response in
+        [server.get("/favicon.ico"), server.get("/v1/nothing"), server.post("/v1/embeddings", &json!({}))]
+    {
         assert!(response.error(404)["message"].as_str().unwrap().contains("nothing at /"));
     }
     let wrong: [Response; 3] = [

@@ -9,7 +9,9 @@ use crate::engine::{Event, EventStream, FinishReason, GenerationRequest};
 use crate::generation::Generation;
 use axum::body::{Body, Bytes};
 use axum::extract::{self, Request};
-use axum::http::header::{CONTENT_TYPE, HeaderName};
+use axum::http::header::{
+    CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
+};
 use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -39,6 +41,7 @@ pub(super) fn router(state: Arc<State>) -> Router {
         .route_layer(middleware::from_fn_with_state(Arc::clone(&state), check_key));
     let cors = cors(&state);
     let router = Router::new()
+        .route("/", get(page))
         .route("/health", get(health))
         .route("/version", get(version))
         .route("/openapi.json", get(async || Json(openapi::document())))
@@ -84,6 +87,21 @@ async fn health(extract::State(state): Shared) -> (StatusCode, Json<Value>) {
         Some(_) => (StatusCode::OK, Json(json!({"status": "ok"}))),
         None => (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": "loading"}))),
     }
+}
+
+/// The chat page. It fetches nothing from elsewhere, and what a model says is never run.
+async fn page() -> Response {
+    let nonce = fresh_id("");
+    let policy = format!(
+        "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    );
+    let headers = [
+        (CONTENT_TYPE, "text/html; charset=utf-8".to_owned()),
+        (CONTENT_SECURITY_POLICY, policy),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff".to_owned()),
+        (REFERRER_POLICY, "no-referrer".to_owned()),
+    ];
+    (headers, include_str!("page.html").replace("NONCE", &nonce)).into_response()
 }
 
 async fn version() -> Json<Value> {
