@@ -274,6 +274,14 @@ mod tests {
             let error = grammars.compile(&shape, None).map(|_| ()).expect_err(&format!("{shape:?}"));
             assert!(!error.is_empty() && error.lines().count() == 1 && error.len() <= 300, "{error}");
         }
+        // As client libraries write them: titles, defaults, formats, references.
+        let written = json!({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Step", "type": "object", "description": "d",
+            "$defs": {"Kind": {"title": "Kind", "enum": ["a", "b"], "type": "string"}},
+            "properties": {"kind": {"$ref": "#/$defs/Kind"}, "when": {"title": "When", "type": "string", "format": "date-time", "default": "x"},
+                "more": {"anyOf": [{"items": {"$ref": "#/$defs/Kind"}, "type": "array"}, {"type": "null"}], "default": null, "examples": [null]},
+                "n": {"type": "number", "exclusiveMinimum": 0, "maximum": 9, "multipleOf": 0.5}},
+            "required": ["kind", "when", "more", "n"], "additionalProperties": false});
+        assert_eq!(grammars.compile(&Shape::JsonSchema(written), None).map(|_| ()), Ok(()));
         // Deep but right.
         assert!(grammars.compile(&Shape::JsonSchema(deep), None).is_ok());
         // A pattern that once stopped a server goes either way, and nothing stops.

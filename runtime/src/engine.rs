@@ -262,6 +262,16 @@ impl EngineHandle {
     }
 }
 
+impl ModelInfo {
+    /// What to say of a prompt of `tokens` tokens, where this program is not what the model was trained as.
+    pub fn dense_warning(&self, tokens: usize) -> Option<String> {
+        let topk = self.index_topk.filter(|&topk| tokens > topk)?;
+        Some(format!(
+            "a prompt has {tokens} tokens: beyond {topk} the model was trained with sparse attention, and this program attends to all of them, which is not the same"
+        ))
+    }
+}
+
 /// A running engine. Dropping it stops it.
 #[derive(Debug)]
 pub struct Engine {

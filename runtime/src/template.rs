@@ -18,7 +18,12 @@ use std::path::Path;
 /// The file's name in a checkpoint, and the template's in messages.
 const FILE: &str = "chat_template.jinja";
 /// Instructions of one rendering: a few hundred for each message, and an end to loops that a file only means to waste time with.
-const FUEL: u64 = 50_000_000;
+const FUEL: u64 = 4_000_000;
+/// Longest template, in bytes; real ones have up to 20 thousand.
+const LONGEST: usize = 64 << 10;
+/// Stack of a thread that compiles a template or renders it. The engine walks expressions and values by recursion, and only
+/// their length and the fuel bound their depth. What is not touched costs nothing.
+const STACK: usize = 2 << 30;
 
 /// A compiled chat template.
 #[derive(Debug)]
@@ -82,6 +87,13 @@ impl ChatTemplate {
 
     /// Compiles a template; an error is one line.
     fn parse(source: String) -> Result<Self, String> {
+        if source.len() > LONGEST {
+            return Err(format!("expected a template of at most {LONGEST} bytes, found {}", source.len()));
+        }
+        on_a_deep_stack(|| Self::compile(source)).unwrap_or_else(Err)
+    }
+
+    fn compile(source: String) -> Result<Self, String> {
         if source.contains(guard::MARK) {
             return Err(format!(
                 "it has the character U+{:04X}, which stands for nothing",
@@ -174,6 +186,16 @@ impl ChatTemplate {
     }
 
     fn run(&self, input: &ChatInput, guard: &Guard<'_>, arguments: Arguments) -> Result<String, RenderError> {
+        on_a_deep_stack(|| self.run_here(input, guard, arguments))
+            .unwrap_or_else(|error| Err(RenderError::Failed(error)))
+    }
+
+    fn run_here(
+        &self,
+        input: &ChatInput,
+        guard: &Guard<'_>,
+        arguments: Arguments,
+    ) -> Result<String, RenderError> {
         let list =
             |items: &[serde_json::Value]| -> Value { items.iter().map(|item| guard.value(item)).collect() };
         let messages = match arguments {
@@ -211,6 +233,17 @@ fn with_arguments_as_text(messages: &[serde_json::Value]) -> Result<Vec<serde_js
         }
     }
     Ok(messages)
+}
+
+/// Runs `work` where recursion has room.
+fn on_a_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK);
+        let running = thread
+            .spawn_scoped(scope, work)
+            .map_err(|error| format!("no thread for the chat template: {error}"))?;
+        running.join().map_err(|_| "a fault in the template engine".to_owned())
+    })
 }
 
 /// A template's own errors carry no source line beyond this kind.

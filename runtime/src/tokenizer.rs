@@ -5,7 +5,7 @@ mod bytes;
 use crate::Error;
 use aho_corasick::{AhoCorasick, AhoCorasickKind, MatchKind};
 use bytes::TokenBytes;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 use tokenizers::DecoderWrapper;
 
@@ -35,6 +35,9 @@ pub enum EncodeError {
         at_least: usize,
     },
 }
+
+/// Longest control token, in bytes; real ones have up to forty.
+const LONGEST_CONTROL: usize = 1024;
 
 /// Texts above this many bytes are encoded piece by piece: `tokenizers` takes 140 bytes of memory for each byte.
 const BLOCK: usize = 1 << 20;
@@ -219,10 +222,10 @@ pub(crate) struct AddedTokens {
     control: BTreeMap<u32, String>,
     /// The control tokens alone, every occurrence, overlapping ones too.
     control_matcher: AhoCorasick,
-    /// Every beginning of a control token that is not all of it.
-    control_beginnings: HashSet<String>,
+    /// Spellings of the control tokens, sorted, so that those with a given beginning stand together.
+    control_sorted: Vec<String>,
     /// Bytes of the longest of them.
-    longest_beginning: usize,
+    longest_control: usize,
 }
 
 /// A piece of a text.
@@ -255,13 +258,17 @@ impl AddedTokens {
             .filter(|(_, token)| token.special)
             .map(|(&id, token)| (id, token.content.clone()))
             .collect();
-        let control_beginnings: HashSet<String> = control
-            .values()
-            .flat_map(|token| token.char_indices().skip(1).map(|(length, _)| token[..length].to_owned()))
-            .collect();
+        if let Some((id, token)) = control.iter().find(|(_, token)| token.len() > LONGEST_CONTROL) {
+            return Err(format!(
+                "added token {id}: expected a control token of at most {LONGEST_CONTROL} bytes, found {}",
+                token.len()
+            ));
+        }
+        let mut control_sorted: Vec<String> = control.values().cloned().collect();
+        control_sorted.sort_unstable();
         Ok(Self {
-            longest_beginning: control_beginnings.iter().map(String::len).max().unwrap_or(0),
-            control_beginnings,
+            longest_control: control_sorted.iter().map(String::len).max().unwrap_or(0),
+            control_sorted,
             matcher: matcher(MatchKind::LeftmostLongest, tokens.values().map(|token| &token.content))?,
             control_matcher: matcher(MatchKind::Standard, control.values())?,
             longest: tokens.values().map(|token| token.content.len()).max().unwrap_or(0),
@@ -302,9 +309,15 @@ impl AddedTokens {
 
     /// Byte offsets from which on the text is the beginning of a control token, and no more than that.
     pub(crate) fn open_ends(&self, text: &str) -> impl Iterator<Item = usize> {
-        (text.len().saturating_sub(self.longest_beginning)..text.len()).filter(move |&start| {
-            text.is_char_boundary(start) && self.control_beginnings.contains(&text[start..])
-        })
+        (text.len().saturating_sub(self.longest_control)..text.len())
+            .filter(move |&start| text.is_char_boundary(start) && self.begins_control(&text[start..]))
+    }
+
+    /// Whether a text is the beginning of a control token, and no more than that.
+    fn begins_control(&self, text: &str) -> bool {
+        // The token that is the text itself comes first; the next one may go on behind it.
+        let at = self.control_sorted.partition_point(|token| token.as_str() <= text);
+        self.control_sorted.get(at).is_some_and(|token| token.starts_with(text))
     }
 }
 
@@ -336,6 +349,35 @@ mod tests {
             tokenizer.append_blocks(&text, block, usize::MAX, &mut ids).unwrap();
             assert_eq!(ids, whole, "blocks of {block}");
         }
+    }
+
+    #[test]
+    fn long_control_tokens_are_refused_at_once() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf/tokenizer.json");
+        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let with = |length: usize| {
+            let mut json = json.clone();
+            let mut token = json["added_tokens"][0].clone();
+            token["id"] = 4096.into();
+            token["content"] = format!("<{}>", "a".repeat(length - 2)).into();
+            token["special"] = true.into();
+            json["added_tokens"].as_array_mut().unwrap().push(token);
+            let begin = std::time::Instant::now();
+            let made = Tokenizer::parse(json.to_string().as_bytes());
+            assert!(begin.elapsed() < std::time::Duration::from_secs(5));
+            made
+        };
+        let error = with(1_000_000).unwrap_err();
+        assert!(
+            error.contains("added token 4096: expected a control token of at most 1024 bytes, found 1000000"),
+            "{error}"
+        );
+        let tokenizer = with(1024).unwrap();
+        let ends = |text: &str| tokenizer.added().open_ends(text).collect::<Vec<_>>();
+        assert_eq!(ends("x <aaaa"), [2]);
+        assert_eq!(ends("x <|us"), [2]);
+        assert_eq!(ends("<|user|><"), [8]);
+        assert_eq!(ends("<|user|>"), Vec::<usize>::new(), "a whole one is no beginning");
     }
 
     #[test]

@@ -539,3 +539,85 @@ fn connections_beyond_the_limit_wait_for_a_place() {
     third.read_exact(&mut answer).unwrap();
     assert_eq!(&answer, b"HTTP/1.1 200");
 }
+
+/// A certificate for localhost and its key, made anew; `None` where openssl is not installed.
+fn certificate(dir: &std::path::Path) -> Option<[std::path::PathBuf; 2]> {
+    let paths = [dir.join("cert.pem"), dir.join("key.pem")];
+    let made = std::process::Command::new("openssl")
+        .args([
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+        ])
+        .args([
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost",
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+        ])
+        .args(["-out".as_ref(), paths[0].as_os_str(), "-keyout".as_ref(), paths[1].as_os_str()])
+        .output();
+    match made {
+        Ok(output) if output.status.success() => Some(paths),
+        _ => {
+            // Straight to the stream: the test harness hides what the print macros write.
+            std::io::stderr().write_all(b"NOT RUN: TLS: openssl is not installed\n").unwrap();
+            None
+        }
+    }
+}
+
+#[test]
+fn tls_is_spoken_with_the_certificate_that_was_given() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject};
+    use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+    let dir = tempfile::tempdir().unwrap();
+    let Some([certificate, key]) = certificate(dir.path()) else { return };
+    let tls = runtime::server::Tls::open(&certificate, &key).unwrap();
+    let server = TestServer::with_options([], |options| {
+        options.tls = Some(tls);
+        options.read_timeout = Duration::from_millis(500);
+    });
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(&certificate).unwrap()).unwrap();
+    let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(config));
+    let threads = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let answer = threads.block_on(async {
+        let stream = tokio::net::TcpStream::connect(server.address).await.unwrap();
+        let mut stream = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();
+        stream
+            .write_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            .await
+            .unwrap();
+        let mut answer = Vec::new();
+        // The server need not say goodbye.
+        let _ = stream.read_to_end(&mut answer).await;
+        String::from_utf8(answer).unwrap()
+    });
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    // Plain text, and silence, end in nothing.
+    for bytes in [&b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"[..], b""] {
+        let mut plain = TcpStream::connect(server.address).unwrap();
+        plain.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        plain.write_all(bytes).unwrap();
+        let mut answer = Vec::new();
+        let _ = plain.read_to_end(&mut answer);
+        assert!(!answer.starts_with(b"HTTP"), "{answer:?}");
+    }
+    // A key that is another certificate's is refused before anything listens.
+    let other = tempfile::tempdir().unwrap();
+    let [_, wrong] = self::certificate(other.path()).unwrap();
+    let error = runtime::server::Tls::open(&certificate, &wrong).unwrap_err();
+    assert!(error.contains("key.pem: expected the key of the certificate"), "{error}");
+}

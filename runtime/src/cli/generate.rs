@@ -104,6 +104,9 @@ impl Generate {
             ..GenerationRequest::new(prompt, usize::MAX)
         };
         let prompt_tokens = request.prompt.len();
+        if let Some(warning) = engine.handle().model().dense_warning(prompt_tokens) {
+            tracing::warn!("{warning}");
+        }
         let events = engine.handle().submit(request).map_err(|refusal| Error::Usage(refusal.to_string()))?;
         let generation = Generation::new(
             events,

@@ -276,13 +276,10 @@ async fn run(
 
 /// Says once that a prompt is longer than what the model attends to.
 fn note_dense(state: &State, ready: &Ready, prompt: usize) {
-    if let Some(topk) = ready.backend.model().index_topk
-        && prompt > topk
+    if let Some(warning) = ready.backend.model().dense_warning(prompt)
         && !state.said_dense.swap(true, Ordering::Relaxed)
     {
-        tracing::warn!(
-            "a prompt has {prompt} tokens: beyond {topk} the model was trained with sparse attention, and this program attends to all of them, which is not the same (said once)"
-        );
+        tracing::warn!("{warning} (said once)");
     }
 }
 

@@ -7,6 +7,13 @@ use minijinja::value::{Kwargs, ValueKind};
 
 type Result<T> = std::result::Result<T, minijinja::Error>;
 
+/// Deepest nesting; Python gives up at about a thousand.
+const DEEPEST: usize = 500;
+/// Longest text, in bytes: more than any context holds.
+const LONGEST: usize = 64 << 20;
+/// Longest indentation of a level.
+const WIDEST: usize = 64;
+
 /// `value | tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
 #[expect(clippy::needless_pass_by_value, reason = "the form that filters have")]
 pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String> {
@@ -19,8 +26,9 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String> {
     let indent = match indent.filter(|indent| !indent.is_none() && !indent.is_undefined()) {
         None => None,
         Some(indent) => Some(match (indent.as_str(), indent.as_i64()) {
-            (Some(text), _) => text.to_owned(),
-            (None, Some(spaces)) => " ".repeat(usize::try_from(spaces).unwrap_or(0).min(64)),
+            (Some(text), _) if text.len() <= WIDEST => text.to_owned(),
+            (Some(_), _) => return Err(unsupported("tojson: indent is too long")),
+            (None, Some(spaces)) => " ".repeat(usize::try_from(spaces).unwrap_or(0).min(WIDEST)),
             (None, None) => return Err(unsupported("tojson: indent is neither a number nor a string")),
         }),
     };
@@ -61,6 +69,12 @@ struct Writer {
 
 impl Writer {
     fn value(&mut self, value: &Value, depth: usize) -> Result<()> {
+        if depth > DEEPEST {
+            return Err(unsupported("tojson: the value is nested too deeply"));
+        }
+        if self.out.len() > LONGEST {
+            return Err(unsupported("tojson: the value is too large"));
+        }
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),

@@ -15,7 +15,18 @@ pub(super) fn method(
     name: &str,
     args: &[Value],
 ) -> Result<Value, Error> {
+    if name == "format" && value.as_str().is_some_and(is_too_wide) {
+        return Err(unsupported("format: only widths of up to four digits are supported"));
+    }
     minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+}
+
+/// Whether `str.format` could be made to write any amount of padding: a width of many digits, or one that is an argument.
+fn is_too_wide(format: &str) -> bool {
+    let many_digits = format.as_bytes().windows(5).any(|digits| digits.iter().all(u8::is_ascii_digit));
+    let plain = format.replace("{{", "");
+    let by_argument = plain.split('{').skip(1).any(|field| !field.contains('}'));
+    many_digits || by_argument
 }
 
 /// `raise_exception(message)`: the conversation is not one that the template has a form for.
