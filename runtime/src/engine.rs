@@ -236,7 +236,7 @@ impl EngineHandle {
         }
         let ticket = Ticket::draw(&self.waiting, self.max_waiting)?;
         let (events, stream) = mpsc::unbounded_channel();
-        let arrival = Instant::now();
+        let (request, arrival) = (Box::new(request), Instant::now());
         if self.commands.send(Command::Submit { request, events, ticket, arrival }).is_err() {
             let cause = self.stopped.borrow().clone().unwrap_or_else(|| "it was shut down".to_owned());
             return Err(Refusal::Stopped { cause });

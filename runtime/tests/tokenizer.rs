@@ -4,7 +4,7 @@
 
 mod common;
 
-use runtime::text::{Opening, TextStream};
+use runtime::text::{Reading, TextStream};
 use runtime::tokenizer::{Specials, Tokenizer};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -44,11 +44,11 @@ fn an_emoji_of_four_tokens_comes_whole_and_only_once_it_is() {
     let dialect = common::dialect();
     let ids = dialect.tokenizer().encode("a😊b", Specials::AsText).unwrap();
     assert!(ids.len() >= 6, "the small vocabulary has no emoji: {ids:?}");
-    let mut answer = dialect.answer(&[], Opening::Plain);
+    let mut answer = dialect.answer(&Reading::plain());
     let texts: Vec<String> = ids.iter().map(|&id| answer.push(id).content).collect();
     assert_eq!(texts.iter().filter(|text| !text.is_empty()).collect::<Vec<_>>(), ["a", "😊", "b"]);
 
-    let mut cut = dialect.answer(&[], Opening::Plain);
+    let mut cut = dialect.answer(&Reading::plain());
     let texts: String = ids[..ids.len() - 2].iter().map(|&id| cut.push(id).content).collect();
     assert_eq!((texts.as_str(), cut.finish().content.as_str()), ("a", "\u{FFFD}"));
 }

@@ -43,8 +43,11 @@ fn expect_greedy_answers(dir: &Path, arithmetic: Arithmetic, chats: &[Chat]) {
     let submit = |chat: &Chat| {
         let sampling = SamplingParams::greedy();
         let stop_token_ids = vec![chat.stop];
-        let request =
-            GenerationRequest { prompt: chat.tokens.clone(), sampling, max_tokens: 100, stop_token_ids };
+        let request = GenerationRequest {
+            sampling,
+            stop_token_ids,
+            ..GenerationRequest::new(chat.tokens.clone(), 100)
+        };
         engine.handle().submit(request).unwrap()
     };
     let streams: Vec<EventStream> = chats.iter().map(submit).collect();
@@ -52,7 +55,8 @@ fn expect_greedy_answers(dir: &Path, arithmetic: Arithmetic, chats: &[Chat]) {
         let mut tokens = Vec::new();
         let end = loop {
             match stream.blocking_recv().unwrap() {
-                Event::Token(token) => tokens.push(token),
+                Event::Token { id, .. } => tokens.push(id),
+                Event::Prompt { .. } | Event::PromptLogprobs(_) => (),
                 end => break end,
             }
         };

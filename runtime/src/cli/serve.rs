@@ -60,7 +60,7 @@ struct AccessArgs {
     /// File with keys, one on each line
     #[arg(long, env = "SHARDRUN_API_KEY_FILE", value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Origin whose pages may ask from a browser, such as https://example.com, or * for all; may be given several times
+    /// Origin whose pages may ask from a browser, scheme and host, or * for all; may be given several times
     #[arg(long, env = "SHARDRUN_ALLOWED_ORIGINS", value_name = "ORIGIN", value_delimiter = ',', value_parser = origin)]
     allowed_origins: Vec<HeaderValue>,
     /// Certificate chain for TLS, PEM; without it the server speaks plain HTTP

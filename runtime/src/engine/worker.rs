@@ -19,7 +19,12 @@ use tokio::sync::mpsc::UnboundedSender;
 
 #[derive(Debug)]
 pub(super) enum Command {
-    Submit { request: GenerationRequest, events: UnboundedSender<Event>, ticket: Ticket, arrival: Instant },
+    Submit {
+        request: Box<GenerationRequest>,
+        events: UnboundedSender<Event>,
+        ticket: Ticket,
+        arrival: Instant,
+    },
     Stop,
 }
 
@@ -107,7 +112,7 @@ impl Worker {
                 self.record();
                 match inbox.recv() {
                     Ok(Command::Submit { request, events, ticket, arrival }) => {
-                        self.admit(request, events, ticket, arrival);
+                        self.admit(*request, events, ticket, arrival);
                     }
                     Ok(Command::Stop) | Err(_) => break "it was shut down".to_owned(),
                 }
@@ -139,7 +144,7 @@ impl Worker {
         loop {
             match inbox.try_recv() {
                 Ok(Command::Submit { request, events, ticket, arrival }) => {
-                    self.admit(request, events, ticket, arrival);
+                    self.admit(*request, events, ticket, arrival);
                 }
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return ControlFlow::Break(()),
                 Err(TryRecvError::Empty) => return ControlFlow::Continue(()),

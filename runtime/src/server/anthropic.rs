@@ -1,7 +1,7 @@
 //! `/v1/messages`: Anthropic's interface.
 
 use super::answer::{Choice, Events, Protocol, Usage};
-use super::api::{CallIds, Head, calls};
+use super::api::{Head, call_id, calls};
 use super::chat::{Conversation, ToolChoice, streamed, think};
 use super::error::ApiError;
 use super::fields::{self, Fields, wrong};
@@ -232,7 +232,6 @@ pub(super) struct Messages {
     head: Head,
     stop: Vec<String>,
     prompt: usize,
-    ids: CallIds,
     /// The content block that is open, and its number.
     open: Option<Block>,
     blocks: usize,
@@ -252,14 +251,13 @@ impl Messages {
             head,
             stop: job.reading.stop.clone(),
             prompt: job.prompts[0].len(),
-            ids: CallIds::default(),
             open: None,
             blocks: 0,
             ending: None,
         }
     }
 
-    fn message(&self, content: Vec<Value>, ending: Option<Ending>, usage: Usage) -> Value {
+    fn message(&self, content: &[Value], ending: Option<Ending>, usage: Usage) -> Value {
         let (reason, sequence) = self.reason(ending);
         json!({
             "id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model, "content": content,
@@ -317,12 +315,12 @@ impl Protocol for Messages {
             let input: Value = serde_json::from_str(&call.arguments).unwrap_or_else(|_| json!({}));
             content.push(json!({"type": "tool_use", "id": call.id, "name": call.name, "input": input}));
         }
-        self.message(content, Some(choice.ending), usage)
+        self.message(&content, Some(choice.ending), usage)
     }
 
     fn begin(&mut self, out: &mut Events) {
         let usage = Usage { prompt: self.prompt, ..Usage::default() };
-        let message = self.message(Vec::new(), None, usage);
+        let message = self.message(&[], None, usage);
         out.named("message_start", &json!({"type": "message_start", "message": message}));
     }
 
@@ -346,8 +344,8 @@ impl Protocol for Messages {
         }
         for call in piece.calls {
             match call {
-                CallDelta::Begin { index, id, name } => {
-                    let id = self.ids.of(index, id);
+                CallDelta::Begin { id, name, .. } => {
+                    let id = call_id(id);
                     let block = json!({"type": "tool_use", "id": id, "name": name, "input": {}});
                     self.open(Block::ToolUse, &block, out);
                 }

@@ -42,18 +42,9 @@ pub(super) fn stop_reason(choice: &mut Value, ending: Option<Ending>, stop: &[St
     }
 }
 
-/// Tool calls of an answer, with the ids that they are answered by.
-#[derive(Clone, Debug, Default)]
-pub(super) struct CallIds(Vec<String>);
-
-impl CallIds {
-    /// The id of call `index`: the model's own, or a new one.
-    pub(super) fn of(&mut self, index: usize, own: Option<String>) -> String {
-        while self.0.len() <= index {
-            self.0.push(own.clone().unwrap_or_else(|| fresh_id("call_")));
-        }
-        self.0[index].clone()
-    }
+/// The id that a tool call is answered by: the model's own, or a new one.
+pub(super) fn call_id(own: Option<String>) -> String {
+    own.unwrap_or_else(|| fresh_id("call_"))
 }
 
 /// A complete call.
@@ -71,8 +62,7 @@ pub(super) fn calls(deltas: Vec<CallDelta>) -> Vec<Call> {
     for delta in deltas {
         match delta {
             CallDelta::Begin { id, name, .. } => {
-                let id = id.unwrap_or_else(|| fresh_id("call_"));
-                calls.push(Call { id, name, arguments: String::new() });
+                calls.push(Call { id: call_id(id), name, arguments: String::new() });
             }
             CallDelta::Arguments { index, json } => calls[index].arguments.push_str(&json),
         }

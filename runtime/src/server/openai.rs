@@ -2,7 +2,7 @@
 
 use super::answer::{Choice, Events, Protocol, Usage};
 use super::api::{
-    CallIds, Head, TextLogprobs, calls, chat_logprobs, prompt_logprobs, stop_reason, usage_json,
+    Head, TextLogprobs, call_id, calls, chat_logprobs, prompt_logprobs, stop_reason, usage_json,
 };
 use super::completions::Extras;
 use super::error::ApiError;
@@ -68,16 +68,15 @@ impl Base {
 /// `/v1/chat/completions`.
 pub(super) struct Chat {
     base: Base,
-    ids: Vec<CallIds>,
+    choices: usize,
 }
 
 impl Chat {
     pub(super) fn new(head: Head, dialect: Arc<Dialect>, job: &Job) -> Self {
-        let ids = vec![CallIds::default(); job.n];
-        Self { base: Base::new(head, dialect, job), ids }
+        Self { base: Base::new(head, dialect, job), choices: job.n }
     }
 
-    fn delta(&self, index: usize, delta: &Value, logprobs: Value, finish: Option<Ending>, out: &mut Events) {
+    fn delta(&self, index: usize, delta: &Value, logprobs: &Value, finish: Option<Ending>, out: &mut Events) {
         let mut choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish.map(Ending::name)});
         stop_reason(&mut choice, finish, &self.base.stop);
         self.base.chunk(choice, out);
@@ -120,8 +119,8 @@ impl Protocol for Chat {
     }
 
     fn begin(&mut self, out: &mut Events) {
-        for index in 0..self.ids.len() {
-            self.delta(index, &json!({"role": "assistant", "content": ""}), Value::Null, None, out);
+        for index in 0..self.choices {
+            self.delta(index, &json!({"role": "assistant", "content": ""}), &Value::Null, None, out);
         }
     }
 
@@ -141,7 +140,7 @@ impl Protocol for Chat {
         for call in piece.calls {
             let call = match call {
                 CallDelta::Begin { index, id, name } => {
-                    let id = self.ids[choice].of(index, id);
+                    let id = call_id(id);
                     json!({"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}})
                 }
                 CallDelta::Arguments { index, json } => {
@@ -154,12 +153,12 @@ impl Protocol for Chat {
             deltas.push(json!({}));
         }
         for delta in deltas {
-            self.delta(choice, &delta, logprobs.take(), None, out);
+            self.delta(choice, &delta, &logprobs.take(), None, out);
         }
     }
 
     fn end(&mut self, choice: usize, ending: Ending, out: &mut Events) {
-        self.delta(choice, &json!({}), Value::Null, Some(ending), out);
+        self.delta(choice, &json!({}), &Value::Null, Some(ending), out);
     }
 
     fn finish(&mut self, usage: Usage, out: &mut Events) {
@@ -195,7 +194,7 @@ impl Text {
             .map_or_else(String::new, |ids| self.base.dialect.tokenizer().decode(ids))
     }
 
-    fn chunk(&self, index: usize, text: &str, logprobs: Value, finish: Option<Ending>, out: &mut Events) {
+    fn chunk(&self, index: usize, text: &str, logprobs: &Value, finish: Option<Ending>, out: &mut Events) {
         let mut choice = json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish.map(Ending::name)});
         stop_reason(&mut choice, finish, &self.base.stop);
         self.base.chunk(choice, out);
@@ -230,7 +229,7 @@ impl Protocol for Text {
     fn begin(&mut self, out: &mut Events) {
         if self.extras.echo {
             for index in 0..self.logprobs.len() {
-                self.chunk(index, &self.echoed(index), Value::Null, None, out);
+                self.chunk(index, &self.echoed(index), &Value::Null, None, out);
             }
         }
     }
@@ -240,11 +239,11 @@ impl Protocol for Text {
         let logprobs = &mut self.logprobs[choice];
         part.logprobs.iter().for_each(|token| logprobs.push(tokenizer, token));
         let logprobs = if part.logprobs.is_empty() { Value::Null } else { logprobs.take() };
-        self.chunk(choice, &part.piece.content, logprobs, None, out);
+        self.chunk(choice, &part.piece.content, &logprobs, None, out);
     }
 
     fn end(&mut self, choice: usize, ending: Ending, out: &mut Events) {
-        self.chunk(choice, "", Value::Null, Some(ending), out);
+        self.chunk(choice, "", &Value::Null, Some(ending), out);
     }
 
     fn finish(&mut self, usage: Usage, out: &mut Events) {

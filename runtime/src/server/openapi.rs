@@ -139,7 +139,7 @@ fn texts() -> Value {
     )
 }
 
-fn object(properties: Map<String, Value>, required: &[&str]) -> Value {
+fn object(properties: &Map<String, Value>, required: &[&str]) -> Value {
     json!({"type": "object", "properties": properties, "required": required})
 }
 
@@ -225,7 +225,7 @@ fn chat() -> Value {
         "logprobs": of("boolean"),
         "top_logprobs": integer(0, Some(MAX_LOGPROBS)),
     })));
-    object(fields, &["messages"])
+    object(&fields, &["messages"])
 }
 
 fn completions() -> Value {
@@ -237,7 +237,7 @@ fn completions() -> Value {
         "logprobs": integer(0, Some(MAX_LOGPROBS)),
         "echo": of("boolean"),
     })));
-    object(fields, &["prompt"])
+    object(&fields, &["prompt"])
 }
 
 fn messages(whole: bool) -> Value {
@@ -255,7 +255,7 @@ fn messages(whole: bool) -> Value {
         "metadata": of("object"),
     }));
     if !whole {
-        return object(fields, &["messages"]);
+        return object(&fields, &["messages"]);
     }
     fields.extend(map(json!({
         "max_tokens": {"type": "integer", "minimum": 1},
@@ -265,7 +265,7 @@ fn messages(whole: bool) -> Value {
         "stop_sequences": texts(),
         "stream": of("boolean"),
     })));
-    object(fields, &["messages", "max_tokens"])
+    object(&fields, &["messages", "max_tokens"])
 }
 
 fn responses_body() -> Value {
@@ -286,7 +286,7 @@ fn responses_body() -> Value {
         "store": of("boolean"),
         "stream": of("boolean"),
     }));
-    object(fields, &["input"])
+    object(&fields, &["input"])
 }
 
 fn tokenize() -> Value {
@@ -297,11 +297,11 @@ fn tokenize() -> Value {
         "add_special_tokens": of("boolean"),
         "return_token_strs": of("boolean"),
     })));
-    object(fields, &[])
+    object(&fields, &[])
 }
 
 fn detokenize() -> Value {
     let id = json!({"type": "integer", "minimum": 0});
     let fields = map(json!({"model": of("string"), "tokens": {"type": "array", "items": id}}));
-    object(fields, &["tokens"])
+    object(&fields, &["tokens"])
 }

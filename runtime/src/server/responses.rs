@@ -1,7 +1,7 @@
 //! `/v1/responses`: OpenAI's newer interface, without memory: every request carries its whole conversation.
 
 use super::answer::{Choice, Events, Protocol, Usage};
-use super::api::{CallIds, Head, calls, fresh_id};
+use super::api::{Head, call_id, calls, fresh_id};
 use super::chat::{Conversation, ToolChoice, streamed, think, tool_choice};
 use super::error::ApiError;
 use super::fields::{self, Fields, wrong};
@@ -181,7 +181,6 @@ pub(super) struct Responses {
     head: Head,
     /// What the answer repeats of the request.
     echo: Map<String, Value>,
-    ids: CallIds,
     items: Vec<Value>,
     open: Option<Open>,
     sequence: usize,
@@ -232,7 +231,7 @@ fn output_text(text: &str) -> Value {
 
 impl Responses {
     pub(super) fn new(head: Head, echo: Map<String, Value>) -> Self {
-        Self { head, echo, ids: CallIds::default(), items: Vec::new(), open: None, sequence: 0, ending: None }
+        Self { head, echo, items: Vec::new(), open: None, sequence: 0, ending: None }
     }
 
     fn response(&self, status: &str, output: &[Value], usage: Option<Usage>) -> Value {
@@ -374,8 +373,8 @@ impl Protocol for Responses {
         }
         for call in piece.calls {
             match call {
-                CallDelta::Begin { index, id, name } => {
-                    let id = self.ids.of(index, id);
+                CallDelta::Begin { id, name, .. } => {
+                    let id = call_id(id);
                     self.open(Kind::Call, (id, name), out);
                 }
                 CallDelta::Arguments { json, .. } => self.append(&json, out),
