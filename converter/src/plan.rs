@@ -12,6 +12,7 @@ pub(crate) use report::words;
 
 use crate::arch::Model;
 use crate::chunks::PIECE_BYTES;
+use crate::execute::BLOCK_BYTES;
 use crate::native::{self, Cut, NativeTensor, Need, Part, Stored};
 use crate::partition::{Partition, head_unit};
 use crate::transform::{Half, HeadDims, KvB, PIECE, Region, SourceTensor, Transform};
@@ -201,6 +202,30 @@ impl Plan {
         files + entries + files / formats::digest::CHUNK_BYTES * BYTES_PER_CHUNK
     }
 
+    /// Bytes of the source that some ranks are made from: of a tensor that is cut, those of their parts.
+    pub(crate) fn source_bytes_of(&self, ranks: &[usize]) -> u64 {
+        let bytes = |tensor: &Planned| -> u64 {
+            let sources = tensor.transform.sources().into_iter();
+            sources.filter_map(|source| bytes_of(source.dtype, &source.shape)).sum()
+        };
+        let needed = |tensor: &Planned| match tensor.cut {
+            None => bytes(tensor),
+            Some(AxisCut { partition, .. }) => {
+                let whole = match tensor.transform {
+                    Transform::CopyHalf { .. } => bytes(tensor) / 2,
+                    _ => bytes(tensor),
+                };
+                let indices: u64 = ranks
+                    .iter()
+                    .map(|&rank| partition.range(rank))
+                    .map(|range| range.end - range.start)
+                    .sum();
+                (u128::from(whole) * u128::from(indices) / u128::from(partition.len().max(1))) as u64
+            }
+        };
+        self.tensors.iter().map(needed).sum()
+    }
+
     /// What a conversion takes at most.
     pub fn peak_memory(&self) -> PeakMemory {
         /// The program itself, its stacks and what its allocator keeps.
@@ -216,8 +241,9 @@ impl Plan {
         let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
         let written = self.tensors.len() as u64 * BYTES_PER_WRITTEN;
         let base = PROGRAM + self.source_header_bytes * COPIES_OF_HEADER + entries + written;
-        // A piece of a file, its values in f32, and a head of kv_b_proj: decoded, transposed, and rounded twice.
-        let per_thread = PIECE_BYTES + PIECE * 4 + head as u64 * (4 + 4 + 2 + 2);
+        // A piece that is read, a block that is written, values in f32, and a head of kv_b_proj: decoded, transposed, and
+        // rounded twice.
+        let per_thread = PIECE_BYTES + BLOCK_BYTES as u64 + PIECE * 4 + head as u64 * (4 + 4 + 2 + 2);
         PeakMemory { base, per_thread, most: base + per_thread * MAX_THREADS as u64 }
     }
 }

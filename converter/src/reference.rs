@@ -21,7 +21,7 @@ pub(crate) fn man_pages(dir: &Path) -> Result<usize, Error> {
     let io = |action: &'static str| move |e| Error::io(dir, action, e);
     std::fs::create_dir_all(dir).map_err(io("cannot create the directory"))?;
     // The page of `help` would say nothing that the others do not.
-    let command = Cli::command().disable_help_subcommand(true);
+    let command = Cli::command().disable_help_subcommand(true).propagate_version(true);
     let count = 1 + command.get_subcommands().count();
     clap_mangen::generate_to(command, dir).map_err(io("cannot write the manual pages"))?;
     Ok(count)
