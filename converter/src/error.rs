@@ -41,17 +41,17 @@ pub enum Error {
         /// What the file says it is.
         architecture: String,
     },
-    /// A value that is no finite number in a tensor that has to be computed with.
+    /// A scale of a block, or a value, that is no finite number.
     #[error(
-        "tensor {tensor}: expected finite numbers, found {value} at element {element}; the file is damaged or was quantised from a damaged model, get it again"
+        "tensor {tensor}: expected finite numbers, found {value} in {place}; the file is damaged or was quantised from a damaged model, get it again"
     )]
     NotFinite {
         /// The tensor.
         tensor: String,
         /// NaN, inf or -inf.
         value: String,
-        /// Its index.
-        element: u64,
+        /// Its block, or, in types without blocks, its element.
+        place: String,
     },
     /// A joined tensor that is not what its parts say.
     #[error(

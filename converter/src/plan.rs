@@ -146,7 +146,13 @@ impl Planned {
 
     /// Bytes of that part.
     pub fn shard_bytes(&self, rank: usize) -> u64 {
-        bytes_of(self.dtype(), &self.shard_shape(rank)).expect("cuts are at block boundaries")
+        let whole = bytes_of(self.dtype(), &self.shape).expect("rows are whole blocks");
+        match self.shard(rank) {
+            Shard::Whole(_) => whole,
+            Shard::Cut { axis, len, .. } => {
+                (u128::from(whole) * u128::from(len) / u128::from(self.shape.dims()[axis].max(1))) as u64
+            }
+        }
     }
 
     pub(crate) fn region(&self, rank: usize) -> Region {
@@ -175,7 +181,7 @@ impl Plan {
         let skipped = planner.skipped()?;
         parts.sort_by_key(|(part, _)| *part);
         let tensors: Vec<Planned> = parts.into_iter().map(|(_, planned)| planned).collect();
-        let layouts = (0..options.ranks).map(|rank| RankLayout::new(&tensors, rank, options.ranks)).collect();
+        let layouts = RankLayout::all(&tensors, options.ranks);
         let source_header_bytes = set.parts().iter().map(|part| part.file.data_start).sum();
         Ok(Self {
             model,

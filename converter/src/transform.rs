@@ -146,7 +146,7 @@ pub(crate) const PIECE: u64 = 1 << 16;
 /// `views` are the sources in the order of [`Transform::sources`].
 ///
 /// # Errors
-/// [`Error::NotFinite`] and [`Error::JoinedDiffers`], for tensors that are computed with.
+/// [`Error::NotFinite`], for a block's scales or, where they are computed with, for any value; [`Error::JoinedDiffers`].
 pub(crate) fn fill(
     transform: &Transform,
     views: &[TensorView],
@@ -156,13 +156,9 @@ pub(crate) fn fill(
     scratch: &mut Scratch,
 ) -> Result<(), Error> {
     match transform {
-        Transform::Copy(source) => {
-            Runs::of(source, region, None).copy(views[0].bytes(), from, out);
-            Ok(())
-        }
+        Transform::Copy(source) => copy(source, &Runs::of(source, region, None), &views[0], from, out),
         Transform::CopyHalf { source, half } => {
-            Runs::of(source, region, Some(*half)).copy(views[0].bytes(), from, out);
-            Ok(())
+            copy(source, &Runs::of(source, region, Some(*half)), &views[0], from, out)
         }
         Transform::Dequantize(source) => dequantize(source, &views[0], from, out, scratch),
         Transform::JoinKvB { from: parts, heads } => join(parts, *heads, views, region, from, out, scratch),
@@ -218,17 +214,58 @@ impl Runs {
         }
     }
 
-    fn copy(&self, source: &[u8], from: u64, out: &mut [u8]) {
-        let (mut at, mut done) = (from, 0);
-        while done < out.len() {
+    /// Where in the source bytes `from .. from + len` of the region are, run by run.
+    fn ranges(&self, from: u64, len: usize) -> impl Iterator<Item = Range<usize>> {
+        let (mut at, end) = (from, from + len as u64);
+        std::iter::from_fn(move || {
+            if at == end {
+                return None;
+            }
             let within = at % self.run;
-            let n = (self.run - within).min((out.len() - done) as u64);
-            let start = (self.first + at / self.run * self.stride + within) as usize;
-            out[done..done + n as usize].copy_from_slice(&source[start..start + n as usize]);
+            let n = (self.run - within).min(end - at);
+            let start = self.first + at / self.run * self.stride + within;
             at += n;
-            done += n as usize;
+            Some(start as usize..(start + n) as usize)
+        })
+    }
+}
+
+fn copy(
+    source: &SourceTensor,
+    runs: &Runs,
+    view: &TensorView,
+    from: u64,
+    out: &mut [u8],
+) -> Result<(), Error> {
+    let bytes = view.bytes();
+    let block = source.dtype.block_bytes();
+    let mut rest = out;
+    for range in runs.ranges(from, rest.len()) {
+        let (now, later) = rest.split_at_mut(range.len());
+        now.copy_from_slice(&bytes[range.clone()]);
+        rest = later;
+        // Each block is looked at where it begins, while it is in cache.
+        let (first, end) = (range.start.div_ceil(block), range.end.div_ceil(block));
+        if let Some(within) = quant::first_not_finite(source.dtype, &bytes[first * block..end * block]) {
+            return Err(not_finite(source, bytes, first + within));
         }
     }
+    Ok(())
+}
+
+/// The error of a block with a scale that is no number.
+fn not_finite(source: &SourceTensor, bytes: &[u8], block: usize) -> Error {
+    let SourceTensor { name, dtype, .. } = source;
+    let mut values = vec![0.0; dtype.block_len()];
+    let bytes = &bytes[block * dtype.block_bytes()..(block + 1) * dtype.block_bytes()];
+    let decoded = quant::decode(*dtype, bytes, &mut values);
+    let value = values.into_iter().find(|x| decoded.is_ok() && !x.is_finite()).unwrap_or(f32::NAN);
+    Error::NotFinite { tensor: name.clone(), value: value.to_string(), place: place(*dtype, block as u64) }
+}
+
+/// A block in words.
+fn place(dtype: Dtype, block: u64) -> String {
+    if dtype.is_plain() { format!("element {block}") } else { format!("block {block} of {dtype}") }
 }
 
 fn dequantize(
@@ -375,7 +412,7 @@ fn decode<'a>(
         Some(i) => Err(Error::NotFinite {
             tensor: source.name.clone(),
             value: values[i].to_string(),
-            element: elements.start + i as u64,
+            place: place(source.dtype, (elements.start + i as u64) / source.dtype.block_len() as u64),
         }),
     }
 }
@@ -506,7 +543,48 @@ mod tests {
                 .unwrap_err();
             let said = error.to_string();
             assert!(said.contains("blk.0.attn_norm.weight") && said.contains(&bad.to_string()), "{said}");
-            assert!(said.contains("element 2"), "{said}");
+            assert!(said.contains("element 2;"), "{said}");
+        }
+    }
+
+    /// Wherever a piece or a part begins, a block is looked at once.
+    #[test]
+    fn a_scale_that_is_no_number_is_named_in_copies_too() {
+        let tensor = source("blk.1.ffn_up_exps.weight", Dtype::Q8_0, &[2, 4, 96]);
+        let good: Vec<u8> = (0..24 * 34u32).map(|i| if i % 34 == 1 { 0x20 } else { 1 }).collect();
+        for block in 0..24 {
+            let mut bytes = good.clone();
+            bytes[block * 34..block * 34 + 2].copy_from_slice(&0x7c00u16.to_le_bytes());
+            let views = [view(&tensor, bytes)];
+            let transform = Transform::Copy(tensor.clone());
+            let expert = block / 12;
+            for (region, len) in [
+                (Region::Whole, 24 * 34),
+                (Region::Range { axis: 0, indices: 0..1 }, 12 * 34),
+                (Region::Range { axis: 1, indices: 1..3 }, 12 * 34),
+                (Region::Range { axis: 2, indices: 64..96 }, 8 * 34),
+            ] {
+                let inside = match &region {
+                    Region::Range { axis: 0, .. } => expert == 0,
+                    Region::Range { axis: 1, .. } => matches!(block / 3 % 4, 1 | 2),
+                    Region::Range { .. } => block % 3 == 2,
+                    Region::Whole => true,
+                };
+                let mut out = vec![0; len];
+                let mut scratch = Scratch::default();
+                let pieces = out.chunks_mut(50).enumerate();
+                let found: Vec<String> = pieces
+                    .filter_map(|(i, piece)| {
+                        fill(&transform, &views, &region, i as u64 * 50, piece, &mut scratch).err()
+                    })
+                    .map(|e| e.to_string())
+                    .collect();
+                assert_eq!(found.len(), usize::from(inside), "{region:?}: {found:?}");
+                let name = format!(
+                    "blk.1.ffn_up_exps.weight: expected finite numbers, found inf in block {block} of"
+                );
+                assert!(found.iter().all(|said| said.contains(&name)), "{found:?}");
+            }
         }
     }
 

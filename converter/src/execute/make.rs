@@ -188,7 +188,7 @@ fn jobs(work: &Work<'_>) -> Vec<Job> {
 /// Where in rank 0's file each source tensor ends up first.
 fn first_uses(plan: &Plan) -> HashMap<&str, Range<u64>> {
     let mut uses: HashMap<&str, Range<u64>> = HashMap::new();
-    for Placed { tensor, bytes } in &plan.layouts[0].placed {
+    for Placed { tensor, bytes } in plan.layouts[0].placed.iter() {
         for source in plan.tensors[*tensor].transform.sources() {
             uses.entry(&source.name).or_insert(bytes.clone());
         }

@@ -7,7 +7,7 @@ use converter::work::{Control, Progress};
 use formats::checkpoint::Checkpoint;
 use formats::gguf::GgufSet;
 use formats::manifest::{ExpertCut, Shard, TransformKind};
-use formats::{Digest, Dtype};
+use formats::{Digest, Dtype, bytes_of};
 use safetensors::SafeTensors;
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
@@ -124,6 +124,22 @@ fn the_safetensors_crate_opens_every_rank_file_and_finds_every_tensor_aligned() 
                 }
             }
         }
+    }
+}
+
+/// Ranks that are alike share what was worked out for one of them; every header has to say its own.
+#[test]
+fn headers_fit_their_files_on_a_thousand_ranks() {
+    let set = GgufSet::open(&bundled().gguf).unwrap();
+    let plan = Plan::new(&set, options(1024)).unwrap();
+    for (rank, layout) in plan.layouts.iter().enumerate() {
+        assert_eq!((layout.rank, plan.header(rank).len() as u64), (rank, layout.data_start));
+        for placed in layout.placed.iter() {
+            let tensor = &plan.tensors[placed.tensor];
+            assert_eq!(placed.bytes.end - placed.bytes.start, tensor.shard_bytes(rank), "{}", tensor.name);
+            assert_eq!(bytes_of(tensor.dtype(), &tensor.shard_shape(rank)), Some(tensor.shard_bytes(rank)));
+        }
+        assert_eq!(layout.placed.last().unwrap().bytes.end, layout.bytes);
     }
 }
 
