@@ -426,7 +426,7 @@ pub fn one_line(text: &str) -> String {
 fn escaped(text: &str, kept: Option<char>) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
-        if c.is_control() && Some(c) != kept {
+        if !formats::is_plain(c) && Some(c) != kept {
             escaped.extend(c.escape_default());
         } else {
             escaped.push(c);

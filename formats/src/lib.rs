@@ -19,6 +19,6 @@ mod tensor;
 pub use config::ModelConfig;
 pub use digest::Digest;
 pub use dtype::Dtype;
-pub use error::Error;
+pub use error::{Error, Shown, is_plain};
 pub use name::{LayerIdx, TensorName};
 pub use tensor::{Shape, TensorView, bytes_of};

@@ -1,10 +1,9 @@
 //! One rank file, or any other safetensors file, by its own header.
 
-use super::Inspection;
 use super::gguf::pairs;
+use super::{Inspection, native_name, similar};
 use crate::Error;
 use crate::error::human_bytes;
-use crate::similar::{both_spellings, closest};
 use crate::table::{Align, table};
 use formats::TensorName;
 use formats::map::MappedFile;
@@ -49,13 +48,13 @@ pub(super) fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, E
     let Some(name) = tensor else {
         return Ok(Inspection::new(text(&report), &report));
     };
-    let native = TensorName::from_gguf(name).and_then(TensorName::native).unwrap_or(name.to_owned());
+    let native = native_name(name);
     let Some(found) = report.tensors.iter().find(|t| t.name == native) else {
         let names = report.tensors.iter().map(|t| t.name.clone());
         return Err(Error::NoSuchTensor {
             path: path.to_owned(),
             name: name.to_owned(),
-            similar: closest(name, both_spellings(names)),
+            similar: similar(name, names),
         });
     };
     let text = pairs(&[

@@ -1,15 +1,18 @@
 //! Holds a checkpoint's tensors against the source's, row by row.
 
 use super::{SourceReport, source_names};
+use crate::origin::TOOL;
+use crate::plan::{Options, Plan, UnknownTensors};
+use crate::side_files::side_files;
 use crate::{Error, arch};
 use formats::checkpoint::RankShard;
 use formats::config::AttentionConfig;
 use formats::gguf::GgufSet;
-use formats::manifest::{Manifest, Shard, TensorEntry, TransformKind};
+use formats::manifest::{Manifest, Shard, Skipped, TensorEntry, TransformKind};
 use formats::name::LayerRole;
-use formats::{Digest, Shape, TensorName, TensorView, quant};
+use formats::{Digest, Shape, Shown, TensorName, TensorView, quant};
 use half::bf16;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Rows of a tensor that one job compares: about this many bytes.
 const PIECE_BYTES: u64 = 32 << 20;
@@ -81,6 +84,8 @@ impl<'a> Comparison<'a> {
             }
         }
         comparison.check_all_used(&used);
+        comparison.check_skipped();
+        comparison.check_side_files();
         comparison
     }
 
@@ -128,6 +133,66 @@ impl<'a> Comparison<'a> {
                 self.failures
                     .push(format!("tensor {}: neither in the checkpoint nor listed as skipped", info.name));
             }
+        }
+    }
+
+    /// What is listed as skipped is what a conversion leaves out, with its reasons, and nothing else.
+    fn check_skipped(&mut self) {
+        // Neither depends on the number of ranks.
+        let options = Options { ranks: 1, experts: self.manifest.experts, unknown: UnknownTensors::Skip };
+        let expected = match Plan::new(self.set, options) {
+            Ok(plan) => plan.skipped,
+            Err(e) => return self.failures.push(e.to_string()),
+        };
+        // Another version may have other words for its reasons.
+        let same = |a: &Skipped, b: &Skipped| {
+            a.tensor == b.tensor && (a.reason == b.reason || !self.is_of_this_version())
+        };
+        let listed = &self.manifest.skipped;
+        let mut failures = Vec::new();
+        for (i, skipped) in listed.iter().enumerate() {
+            let known = expected.iter().any(|other| same(skipped, other));
+            if !known || listed[..i].iter().any(|earlier| earlier.tensor == skipped.tensor) {
+                failures.push(format!(
+                    "checkpoint.json: skipped: {} ({}) is not what a conversion of the source leaves out",
+                    Shown(&skipped.tensor),
+                    Shown(&skipped.reason)
+                ));
+            }
+        }
+        // Tensors of the source that are missing here were told of above.
+        let absent = expected.iter().filter(|skipped| self.set.info(&skipped.tensor).is_none());
+        for skipped in absent.filter(|skipped| !listed.iter().any(|other| same(skipped, other))) {
+            failures.push(format!("checkpoint.json: skipped: {} is not listed", Shown(&skipped.tensor)));
+        }
+        self.failures.extend(failures);
+    }
+
+    fn is_of_this_version(&self) -> bool {
+        self.manifest.tool == TOOL
+    }
+
+    /// The files beside the weights are those that the source's metadata make.
+    fn check_side_files(&mut self) {
+        let expected = match side_files(self.set) {
+            Ok(files) => files,
+            Err(e) => return self.failures.push(e.to_string()),
+        };
+        let expected: BTreeMap<&str, Digest> =
+            expected.iter().map(|file| (file.name, Digest::of(&file.bytes))).collect();
+        let listed: BTreeMap<&str, Digest> =
+            self.manifest.files.iter().map(|file| (file.file.as_str(), file.blake3)).collect();
+        let names: BTreeSet<&str> = expected.keys().chain(listed.keys()).copied().collect();
+        for name in names {
+            let what = match (expected.get(name), listed.get(name)) {
+                (Some(a), Some(b)) if a == b => continue,
+                (Some(_), Some(_)) if !self.is_of_this_version() => continue,
+                (Some(_), Some(_)) => "is not what the source's metadata make",
+                (Some(_), None) => "the source's metadata make it, and it is not listed",
+                (None, _) => "is listed, and the source has nothing to make it from",
+            };
+            self.failures
+                .push(format!("checkpoint.json: files: {}: {what}; convert the model again", Shown(name)));
         }
     }
 

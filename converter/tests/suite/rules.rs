@@ -5,6 +5,7 @@ use crate::made::{EXPERTS, F32, FE, Gguf, HEADS, HIDDEN, INDEX_DIM, KV_LORA, NOP
 use converter::Unfinished;
 use converter::arch;
 use converter::plan::{Options, Plan, UnknownTensors};
+use converter::side_files::side_files;
 use converter::verify::verify;
 use formats::ModelConfig;
 use formats::config::{IndexerRole, ScoringFunc};
@@ -109,6 +110,40 @@ fn the_router_follows_its_keys() {
     refused(&other, &["glm-dsa.expert_gating_func", "4", "softplus"]);
     let groups = changed(|g| g.set("glm-dsa.expert_group_count", Value::U32(2)));
     refused(&groups, &["glm-dsa.expert_group_used_count"]);
+}
+
+/// Values that llama.cpp takes without a word and that make no model.
+#[test]
+fn numbers_out_of_range_are_refused_with_their_key_and_value() {
+    for (key, values) in [
+        ("attention.layer_norm_rms_epsilon", &[0.0, -1e-5, 1.0, f32::NAN, f32::INFINITY][..]),
+        ("expert_weights_scale", &[-2.5, f32::NAN, f32::NEG_INFINITY]),
+    ] {
+        let key = format!("glm-dsa.{key}");
+        for &value in values {
+            refused(&changed(|g| g.set(&key, Value::F32(value))), &[&key, &value.to_string()]);
+        }
+    }
+}
+
+#[test]
+fn a_chat_template_is_one_or_is_not_there() {
+    const KEY: &str = "tokenizer.chat_template";
+    let made = |gguf: &Gguf| {
+        let temp = TempDir::new().unwrap();
+        let set = GgufSet::open(&gguf.write(temp.path())).unwrap();
+        side_files(&set).map(|files| files.len()).map_err(|e| e.to_string())
+    };
+    assert_eq!(made(&Gguf::glm_dsa()), Ok(4));
+    assert_eq!(made(&changed(|g| g.unset(KEY))), Ok(3));
+    for (template, name) in
+        [("", "empty"), (" \n", "empty"), ("{% if x %}\n{{ y", "line 2"), ("{% for %}", "line 1")]
+    {
+        let said = made(&changed(|g| g.set(KEY, Value::Str(template.to_owned())))).unwrap_err();
+        for name in ["made.gguf", KEY, name, "gguf-new-metadata"] {
+            assert!(said.contains(name) && !said.contains('\n'), "{said} should name {name}");
+        }
+    }
 }
 
 #[test]
