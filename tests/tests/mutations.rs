@@ -283,6 +283,7 @@ fn limited(limit: &str, arguments: &[&OsStr]) -> Command {
 
 /// The limit is on the address space, which no less than the resident set fits into; an allocation beyond it would end the
 /// program with another exit code and more lines. One thread: each one's stack alone is 2 MiB of addresses.
+/// Cases: G1, G2, G4, G6, G22.
 #[test]
 fn hostile_files_take_no_time_no_memory_and_leave_nothing() {
     const KIB: u32 = 64 << 10;
@@ -317,6 +318,7 @@ fn the_memory_limit_can_fail() {
 }
 
 /// The small model in as many parts as splits have been seen to have, with fewer descriptors than parts.
+/// Cases: S33b, S34, S35.
 #[test]
 fn a_split_of_1760_parts_opens_with_64_descriptors() {
     const PARTS: usize = 1760;

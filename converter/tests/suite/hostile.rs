@@ -9,6 +9,7 @@ fn convert(input: &Path, out: &Path) -> std::process::Command {
 }
 
 /// Wherever the file ends, the error says so and nothing is left.
+/// Cases: G20, G21.
 #[test]
 fn a_truncated_file_is_refused_wherever_it_ends() {
     let whole = std::fs::read(bundled().gguf).unwrap();

@@ -35,6 +35,7 @@ fn flip(path: &Path, at: u64) {
     std::fs::write(path, bytes).unwrap();
 }
 
+/// Cases: K59.
 #[test]
 fn a_flipped_byte_names_rank_file_chunk_and_tensor() {
     let temp = TempDir::new().unwrap();
