@@ -217,6 +217,17 @@ pub enum Error {
         /// The layout's name.
         layout: String,
     },
+    /// A layout that is meant for another device.
+    #[error(
+        "tensor {}: layout {} is for GPUs with tensor cores, and rows of blocks are needed here; run `shardmill convert` again with --layout ggml, or use such a GPU",
+        Shown(.tensor), Shown(.layout)
+    )]
+    OtherLayout {
+        /// The tensor.
+        tensor: String,
+        /// The layout's name.
+        layout: String,
+    },
     /// A chunk of a rank file whose bytes changed.
     #[error(
         "{file}: rank {rank}, chunk {chunk} (bytes {start}..{end}) is damaged, in {}; copy or convert the file again",

@@ -9,6 +9,7 @@ pub mod digest;
 mod dtype;
 mod error;
 pub mod gguf;
+pub mod layout;
 pub mod manifest;
 pub mod map;
 pub mod name;

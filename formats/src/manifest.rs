@@ -6,6 +6,8 @@
 
 mod ranks;
 
+pub use crate::layout::Layout;
+
 use crate::config::ModelConfig;
 use crate::digest::{CHUNK_BYTES, Digest, root_digest};
 use crate::tensor::bytes_of;
@@ -184,34 +186,6 @@ pub struct TensorEntry {
     /// crosses chunks is named by theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<Digest>,
-}
-
-/// Arrangement of a tensor's bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "String", into = "String")]
-pub enum Layout {
-    /// GGUF's own: rows of blocks.
-    Ggml,
-    /// A name that this version does not know.
-    Unknown(String),
-}
-
-impl From<String> for Layout {
-    fn from(name: String) -> Self {
-        match name.as_str() {
-            "ggml" => Self::Ggml,
-            _ => Self::Unknown(name),
-        }
-    }
-}
-
-impl From<Layout> for String {
-    fn from(layout: Layout) -> Self {
-        match layout {
-            Layout::Ggml => "ggml".to_owned(),
-            Layout::Unknown(name) => name,
-        }
-    }
 }
 
 /// Which part of a tensor a rank has.
@@ -407,6 +381,14 @@ impl TensorEntry {
             "whole blocks",
             &self.full_shape,
         )?;
+        if !matches!(self.layout, Layout::Unknown(_)) {
+            check(
+                &field("layout"),
+                self.layout.fits(self.dtype, &self.shape),
+                "one that its type and shape allow",
+                &self.layout,
+            )?;
+        }
         match self.shard {
             Shard::Whole(_) => check(
                 &field("shape"),
