@@ -3,7 +3,7 @@
 use crate::execute;
 use crate::extract::extract;
 use crate::inspect::inspect;
-use crate::plan::{Options, Plan, UnknownTensors};
+use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use crate::reference;
 use crate::side_files::side_files;
 use crate::verify::{self, verify};
@@ -173,6 +173,9 @@ struct Input {
     /// How routed experts are cut.
     #[arg(long, value_enum, default_value_t = Experts::Tensor)]
     experts: Experts,
+    /// How weights are arranged.
+    #[arg(long, value_enum, default_value_t = Arrangement::Ggml)]
+    layout: Arrangement,
     /// Leave out tensors that are not known for this model, instead of refusing them.
     #[arg(long)]
     allow_unknown: bool,
@@ -215,6 +218,14 @@ enum Experts {
     Expert,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Arrangement {
+    /// As GGUF has them, for any device.
+    Ggml,
+    /// In tiles for the tensor cores of GPUs (mma16.v1), of the same size.
+    Mma16,
+}
+
 impl Input {
     fn plan(&self) -> Result<(GgufSet, Plan), Error> {
         let set = GgufSet::open(&self.input)?;
@@ -225,6 +236,10 @@ impl Input {
                 Experts::Expert => ExpertCut::Expert,
             },
             unknown: if self.allow_unknown { UnknownTensors::Skip } else { UnknownTensors::Refuse },
+            layout: match self.layout {
+                Arrangement::Ggml => WeightLayout::Ggml,
+                Arrangement::Mma16 => WeightLayout::Mma16,
+            },
         };
         let plan = Plan::new(&set, options)?;
         Ok((set, plan))

@@ -8,7 +8,7 @@ mod report;
 pub use layout::{Placed, RankLayout};
 pub(crate) use layout::{safetensors_dtype, safetensors_shape};
 pub use report::PlanReport;
-pub(crate) use report::words;
+pub(crate) use report::{stored, words};
 
 use crate::arch::Model;
 use crate::chunks::PIECE_BYTES;
@@ -20,6 +20,7 @@ use crate::work::MAX_THREADS;
 use crate::{Error, arch};
 use formats::config::{FfnConfig, IndexerRole};
 use formats::gguf::GgufSet;
+use formats::layout::Layout;
 use formats::manifest::{ExpertCut, Shard, Skipped};
 use formats::name::{LayerRole, ModelRole};
 use formats::{Dtype, LayerIdx, Shape, TensorName, bytes_of, quant};
@@ -35,6 +36,17 @@ pub struct Options {
     pub experts: ExpertCut,
     /// What becomes of tensors that no table knows.
     pub unknown: UnknownTensors,
+    /// How weights are arranged.
+    pub layout: WeightLayout,
+}
+
+/// How the weights that products read are arranged, as far as their types and shapes allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightLayout {
+    /// As GGUF has them.
+    Ggml,
+    /// In tiles for tensor cores; whatever does not fit, and embeddings, whose rows are looked up one by one, as GGUF has them.
+    Mma16,
 }
 
 /// What becomes of tensors that no table knows.
@@ -87,6 +99,8 @@ pub struct Planned {
     pub shape: Shape,
     /// How it is made.
     pub transform: Transform,
+    /// How its bytes are arranged, on every rank alike.
+    pub layout: Layout,
     /// How it is cut; `None` when every rank has all of it.
     pub cut: Option<AxisCut>,
 }
@@ -153,6 +167,19 @@ impl Planned {
                 (u128::from(whole) * u128::from(len) / u128::from(self.shape.dims()[axis].max(1))) as u64
             }
         }
+    }
+
+    /// Whether every rank's part can be arranged so, and products read them.
+    fn fits(&self, layout: &Layout, ranks: usize) -> bool {
+        let looked_up = matches!(
+            self.role,
+            TensorName::Model(ModelRole::EmbedTokens) | TensorName::Layer(_, LayerRole::MtpEmbedTokens)
+        );
+        let copied = matches!(self.transform, Transform::Copy(_) | Transform::CopyHalf { .. });
+        // The first rank has the longest part, the last one the shortest, and there are no others.
+        copied
+            && !looked_up
+            && [0, ranks - 1].iter().all(|&rank| layout.fits(self.dtype(), &self.shard_shape(rank)))
     }
 
     pub(crate) fn region(&self, rank: usize) -> Region {
@@ -277,7 +304,12 @@ impl Planner<'_> {
         }
         let cut = self.cut(native, &transform)?;
         let name = native.name.native().expect("native tensors have a native name");
-        Ok(Some(Planned { role: native.name, name, shape: native.shape.clone(), transform, cut }))
+        let shape = native.shape.clone();
+        let mut planned = Planned { role: native.name, name, shape, transform, layout: Layout::Ggml, cut };
+        if self.options.layout == WeightLayout::Mma16 && planned.fits(&Layout::Mma16, self.options.ranks) {
+            planned.layout = Layout::Mma16;
+        }
+        Ok(Some(planned))
     }
 
     fn transform(&self, native: &NativeTensor) -> Result<Transform, Error> {

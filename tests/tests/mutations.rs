@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use converter::Unfinished;
 use converter::execute::convert;
-use converter::plan::{Options, Plan, UnknownTensors};
+use converter::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use converter::side_files::side_files;
 use converter::work::{Control, Progress};
 use formats::checkpoint::Checkpoint;
@@ -159,6 +159,7 @@ fn whatever_the_bytes_a_value_or_one_line() {
                 ranks: [1, 2, 3, 8][case % 4],
                 experts: [ExpertCut::Tensor, ExpertCut::Expert][case / 4 % 2],
                 unknown: [UnknownTensors::Refuse, UnknownTensors::Skip][case / 8 % 2],
+                layout: [WeightLayout::Ggml, WeightLayout::Mma16][case / 16 % 2],
             };
             let out = case.is_multiple_of(CONVERTED).then_some(out.as_path());
             let began = Instant::now();

@@ -282,7 +282,8 @@ impl Maker<'_> {
             let tensor = &self.plan.tensors[placed.tensor];
             let from = bytes.start - placed.bytes.start;
             let out = &mut piece[within(&bytes)];
-            fill(&tensor.transform, &self.views[placed.tensor], &tensor.region(rank), from, out, scratch)
+            let views = &self.views[placed.tensor];
+            fill(&tensor.transform, views, &tensor.region(rank), &tensor.layout, from, out, scratch)
                 .map_err(|e| e.in_file(source_path(self.set, tensor)))?;
         }
         Ok(())

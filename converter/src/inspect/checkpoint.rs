@@ -4,7 +4,7 @@ use super::gguf::pairs;
 use super::{Inspection, native_name, similar};
 use crate::Error;
 use crate::error::human_bytes;
-use crate::plan::words;
+use crate::plan::{stored, words};
 use crate::table::{Align, table};
 use formats::checkpoint::Checkpoint;
 use formats::manifest::{ExpertCut, Layout, Manifest, RankManifest, Shard, TensorEntry, TransformKind};
@@ -100,7 +100,7 @@ fn whole(dir: &Path, manifest: &Manifest, ranks: &[RankManifest]) -> Inspection 
         .map(|t| {
             vec![
                 t.name.clone(),
-                t.dtype.to_string(),
+                stored(t.dtype, &t.layout),
                 t.full_shape.to_string(),
                 t.shard.to_string(),
                 human_bytes(t.bytes.1 - t.bytes.0),

@@ -3,6 +3,7 @@
 use super::{Plan, Planned};
 use crate::partition::Partition;
 use formats::Dtype;
+use formats::layout::Layout;
 use formats::manifest::{DATA_ALIGNMENT, FORMAT_VERSION, TENSOR_ALIGNMENT};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
@@ -144,13 +145,23 @@ fn header(tensors: &[Planned], placed: &[Placed], rank: usize, ranks: usize) -> 
         entries.insert(&tensor.name, Value::Tensor(entry));
     }
     let dtypes = serde_json::to_string(&true_types).expect("names and numbers always become JSON");
-    let metadata = BTreeMap::from([
+    let mut metadata = BTreeMap::from([
         ("format", "shardmill".to_owned()),
         ("format_version", FORMAT_VERSION.to_string()),
         ("rank", rank.to_string()),
         ("ranks", ranks.to_string()),
         ("dtypes", dtypes),
     ]);
+    let layouts: BTreeMap<&str, &Layout> = placed
+        .iter()
+        .map(|place| &tensors[place.tensor])
+        .filter(|tensor| tensor.layout != Layout::Ggml)
+        .map(|tensor| (tensor.name.as_str(), &tensor.layout))
+        .collect();
+    if !layouts.is_empty() {
+        let layouts = serde_json::to_string(&layouts).expect("names always become JSON");
+        metadata.insert("layouts", layouts);
+    }
     entries.insert("__metadata__", Value::Metadata(metadata));
     let json = serde_json::to_vec(&entries).expect("names and numbers always become JSON");
     let total = (8 + json.len()).next_multiple_of(DATA_ALIGNMENT as usize);

@@ -2,12 +2,13 @@
 
 use super::{SourceReport, source_names};
 use crate::origin::TOOL;
-use crate::plan::{Options, Plan, UnknownTensors};
+use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use crate::side_files::side_files;
 use crate::{Error, arch};
 use formats::checkpoint::RankShard;
 use formats::config::AttentionConfig;
 use formats::gguf::GgufSet;
+use formats::layout::{Layout, mma16};
 use formats::manifest::{Manifest, Shard, Skipped, TensorEntry, TransformKind};
 use formats::name::LayerRole;
 use formats::{Digest, Shape, Shown, TensorName, TensorView, quant};
@@ -50,6 +51,8 @@ enum Origin {
 /// A worker's memory: decoded rows, and the key half of the head at hand.
 #[derive(Default)]
 pub(super) struct Rows {
+    /// Rows of blocks that a strip of tiles was made of.
+    strip: Vec<u8>,
     values: Vec<f32>,
     keys: Vec<f32>,
     keys_of: Option<(String, u64)>,
@@ -139,7 +142,12 @@ impl<'a> Comparison<'a> {
     /// What is listed as skipped is what a conversion leaves out, with its reasons, and nothing else.
     fn check_skipped(&mut self) {
         // Neither depends on the number of ranks.
-        let options = Options { ranks: 1, experts: self.manifest.experts, unknown: UnknownTensors::Skip };
+        let options = Options {
+            ranks: 1,
+            experts: self.manifest.experts,
+            unknown: UnknownTensors::Skip,
+            layout: WeightLayout::Ggml,
+        };
         let expected = match Plan::new(self.set, options) {
             Ok(plan) => plan.skipped,
             Err(e) => return self.failures.push(e.to_string()),
@@ -202,10 +210,11 @@ impl<'a> Comparison<'a> {
         entry: &'a TensorEntry,
         used: &mut HashSet<String>,
     ) -> Result<Vec<Piece<'a>>, String> {
-        let native = shard.view(entry).map_err(|e| e.to_string())?;
+        let native = shard.arranged(entry).map_err(|e| e.to_string())?;
         let origin = self.origin(entry, used)?;
         let row_bytes = native.row_bytes().max(1) as u64;
-        let step = (PIECE_BYTES / row_bytes).max(1);
+        // Whole strips, where the layout has them.
+        let step = (PIECE_BYTES / row_bytes).max(1).next_multiple_of(mma16::ROWS as u64);
         let rows = if native.bytes().is_empty() { 0 } else { native.shape().rows() };
         let starts = (0..rows).step_by(step as usize);
         Ok(starts
@@ -315,19 +324,37 @@ impl Piece<'_> {
 
     /// The first row that is not the source's, as a line.
     pub(super) fn compare(&self, memory: &mut Rows) -> Result<Option<String>, Error> {
+        let row_bytes = self.native.row_bytes();
+        let mut strip = std::mem::take(&mut memory.strip);
+        let mut wrong = None;
         for row in self.rows.0..self.rows.1 {
-            let at = row as usize * self.native.row_bytes();
-            let found = &self.native.bytes()[at..at + self.native.row_bytes()];
+            let at = row as usize * row_bytes;
+            let found = match self.entry.layout {
+                Layout::Mma16 => {
+                    let within = row as usize % mma16::ROWS;
+                    if within == 0 {
+                        let tiles = &self.native.bytes()[at..at + mma16::ROWS * row_bytes];
+                        let columns = self.native.shape().row_len() as usize;
+                        mma16::restore_strip(self.native.dtype(), columns, tiles, &mut strip);
+                    }
+                    &strip[within * row_bytes..(within + 1) * row_bytes]
+                }
+                _ => &self.native.bytes()[at..at + row_bytes],
+            };
             if !self.row_is_right(row, found, memory)? {
-                return Ok(Some(format!(
-                    "rank {}: tensor {}: row {row} of its part is not what {} says; convert the model again",
-                    self.rank,
-                    self.entry.name,
-                    self.entry.source.join(" and ")
-                )));
+                wrong = Some(row);
+                break;
             }
         }
-        Ok(None)
+        memory.strip = strip;
+        Ok(wrong.map(|row| {
+            format!(
+                "rank {}: tensor {}: row {row} of its part is not what {} says; convert the model again",
+                self.rank,
+                self.entry.name,
+                self.entry.source.join(" and ")
+            )
+        }))
     }
 
     fn row_is_right(&self, row: u64, found: &[u8], memory: &mut Rows) -> Result<bool, Error> {

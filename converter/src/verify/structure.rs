@@ -3,6 +3,7 @@
 use crate::native::{self, Cut, Need};
 use crate::plan::{safetensors_dtype, safetensors_shape};
 use formats::checkpoint::RankShard;
+use formats::layout::Layout;
 use formats::manifest::{Manifest, RankManifest, Shard, TensorEntry};
 use formats::{LayerIdx, TensorName};
 use serde_json::Value;
@@ -47,7 +48,13 @@ pub(super) fn header_failures(shard: &RankShard) -> Vec<String> {
         .and_then(Value::as_str)
         .and_then(|text| serde_json::from_str(text).ok())
         .unwrap_or(Value::Null);
+    let layouts: Value = in_metadata("layouts")
+        .and_then(Value::as_str)
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or(Value::Null);
     for entry in &manifest.tensors {
+        let layout = layouts.get(&entry.name).cloned().unwrap_or_else(|| Layout::Ggml.name().into());
+        expect(&entry.name, "layout", entry.layout.name().into(), Some(&layout));
         let found = header.get(&entry.name);
         let field = |name: &str| found.and_then(|f| f.get(name));
         let offsets = [entry.bytes.0 - manifest.data_start, entry.bytes.1 - manifest.data_start];
