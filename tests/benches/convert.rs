@@ -65,6 +65,7 @@ const PLAN: &str = "shardmill plan";
 const CONVERT: &str = "shardmill convert";
 const CONVERT_1: &str = "convert --threads 1";
 const CONVERT_2: &str = "convert --threads 2";
+const TILES: &str = "convert --layout mma16";
 const RANK: &str = "convert --rank 0";
 const MEMORY_1: &str = "convert --threads 1, to /dev/shm";
 const MEMORY_2: &str = "convert --threads 2, to /dev/shm";
@@ -216,6 +217,8 @@ fn round(arguments: &Arguments, source: &[PathBuf], record: &mut impl FnMut(&'st
     record(VERIFY, watched(&mut shardmill(&["verify", "--quiet", "--threads", THREADS], &[&checkpoint])));
 
     std::fs::remove_dir_all(&checkpoint).unwrap();
+    record(TILES, convert(&checkpoint, &["--layout", "mma16"]));
+    std::fs::remove_dir_all(&checkpoint).unwrap();
     record(RANK, convert(&checkpoint, &["--rank", "0"]));
     std::fs::remove_dir_all(&checkpoint).unwrap();
     for (what, threads) in [(CONVERT_1, "1"), (CONVERT_2, "2")] {
@@ -347,6 +350,7 @@ fn lines(costs: &BTreeMap<&'static str, Vec<Cost>>, source: u64, written: u64, r
         (CONVERT, written, Some(COPY_CHECKPOINT_SYNC)),
         (CONVERT_1, written, Some(COPY_CHECKPOINT_SYNC)),
         (CONVERT_2, written, Some(COPY_CHECKPOINT_SYNC)),
+        (TILES, written, Some(COPY_CHECKPOINT_SYNC)),
         (RANK, written / ranks, Some(CONVERT)),
         (MEMORY_1, written, None),
         (MEMORY_2, written, Some(MEMORY_1)),
