@@ -216,9 +216,6 @@ pub fn listing(dir: &Path) -> BTreeMap<String, u64> {
         .collect()
 }
 
-/// A tensor's type and bytes, to put in place of another's.
-pub type Replacement = (formats::Dtype, Vec<u8>);
-
 /// Writes a copy of the one-file model `model` to `to`, with some tensors replaced by others of the same shape: `replaced` gets
 /// a tensor's GGUF name and shape.
 pub fn rewrite_gguf(
