@@ -216,15 +216,12 @@ pub fn listing(dir: &Path) -> BTreeMap<String, u64> {
         .collect()
 }
 
-/// A tensor's type and bytes, to put in place of another's.
-pub type Replacement = (formats::Dtype, Vec<u8>);
-
 /// Writes a copy of the one-file model `model` to `to`, with some tensors replaced by others of the same shape: `replaced` gets
 /// a tensor's GGUF name and shape.
 pub fn rewrite_gguf(
     model: &Path,
     to: &Path,
-    replaced: impl Fn(&str, &formats::Shape) -> Option<Replacement>,
+    replaced: impl Fn(&str, &formats::Shape) -> Option<(formats::Dtype, Vec<u8>)>,
 ) {
     let string = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
     let bytes =
