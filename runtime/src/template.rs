@@ -18,12 +18,12 @@ use std::path::Path;
 /// The file's name in a checkpoint, and the template's in messages.
 const FILE: &str = "chat_template.jinja";
 /// Instructions of one rendering: a few hundred for each message, and an end to loops that a file only means to waste time with.
-const FUEL: u64 = 4_000_000;
+const FUEL: u64 = 1_000_000;
 /// Longest template, in bytes; real ones have up to 20 thousand.
 const LONGEST: usize = 64 << 10;
 /// Stack of a thread that compiles a template or renders it. The engine walks expressions and values by recursion, and only
 /// their length and the fuel bound their depth. What is not touched costs nothing.
-const STACK: usize = 2 << 30;
+const STACK: usize = 512 << 20;
 
 /// A compiled chat template.
 #[derive(Debug)]
