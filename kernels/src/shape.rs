@@ -74,34 +74,6 @@ pub struct MoeShape {
     pub router: RouterConfig,
 }
 
-/// Tokens of one cache block. Blocks are the unit in which a sequence's cache is laid out.
-pub const BLOCK_TOKENS: usize = 64;
-
-/// One sequence's part of a batch.
-#[derive(Clone, Debug)]
-pub struct Span<'a> {
-    /// Its rows in the batch, consecutive.
-    pub rows: Range<usize>,
-    /// Tokens of this sequence that are already in the cache: the position of its first row.
-    pub cached: usize,
-    /// Cache blocks in order: position `p` lives in `blocks[p / BLOCK_TOKENS]` at `p % BLOCK_TOKENS`. Long enough for all rows.
-    pub blocks: &'a [u32],
-    /// Which form attention takes.
-    pub form: MlaForm,
-}
-
-impl Span<'_> {
-    /// Position of the batch's row `row`, which must be one of this span's.
-    pub fn position(&self, row: usize) -> usize {
-        self.cached + (row - self.rows.start)
-    }
-
-    /// Cache slot of position `position`: block times [`BLOCK_TOKENS`] plus the place in it.
-    pub fn slot(&self, position: usize) -> usize {
-        self.blocks[position / BLOCK_TOKENS] as usize * BLOCK_TOKENS + position % BLOCK_TOKENS
-    }
-}
-
 /// A weight's dimensions as `[experts, rows, cols]`; those that it lacks are 1.
 pub(crate) fn dims_of(view: &TensorView) -> Result<[usize; 3], Error> {
     let refusal = || Error::WeightShape {

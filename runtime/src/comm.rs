@@ -15,6 +15,9 @@ pub trait Communicator<B: Backend> {
     /// # Errors
     /// [`PeerStopped`] when another rank will never arrive.
     fn all_reduce(&mut self, buffer: &mut B::Buffer, len: usize) -> Result<(), PeerStopped>;
+
+    /// Whether a device may repeat its sums without being asked for each: the host has no part in them.
+    fn is_repeatable(&self) -> bool;
 }
 
 /// Ranks as threads of one process, through ordinary memory.
@@ -61,6 +64,10 @@ impl<B: Backend<Buffer = HostBuffer>> Communicator<B> for Local {
         }
         self.turn ^= 1;
         Ok(())
+    }
+
+    fn is_repeatable(&self) -> bool {
+        self.exchange.slots[0].len() == 1
     }
 }
 

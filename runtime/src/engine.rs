@@ -3,14 +3,14 @@
 use crate::Error;
 use crate::batch::Logits;
 use crate::kv_cache::BlockPool;
-use crate::model::Limits;
 use crate::rank::{RankGroup, RankStopped};
 use crate::sampler::{Sampler, SamplingParams};
 use crate::scheduler::{Scheduled, Scheduler, SchedulerLimits};
 use crate::sequence::{SeqId, Sequence};
 use formats::ModelConfig;
 use formats::checkpoint::Checkpoint;
-use kernels::shape::BLOCK_TOKENS;
+use kernels::StepLimits;
+use kernels::step::BLOCK_TOKENS;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -289,7 +289,7 @@ impl Drop for Engine {
 const CACHE_BYTES: usize = 4 << 30;
 
 /// Sizes of buffers and cache, and the context length that they allow.
-fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<(Limits, usize), Error> {
+fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<(StepLimits, usize), Error> {
     let at_least_one = |option, value: usize| match value {
         0 => Err(Error::Option { option, expected: "at least 1".to_owned(), found: "0".to_owned() }),
         _ => Ok(value),
@@ -315,7 +315,7 @@ fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<
     };
     let one = BlockPool::blocks_for(max_model_len);
     let cache_blocks = one.saturating_mul(seqs).min(affordable).max(one);
-    Ok((Limits { max_rows: seqs + chunk, max_logit_rows: seqs + chunk, cache_blocks }, max_model_len))
+    Ok((StepLimits { max_rows: seqs + chunk, max_logit_rows: seqs + chunk, cache_blocks }, max_model_len))
 }
 
 #[derive(Debug)]

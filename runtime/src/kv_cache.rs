@@ -1,6 +1,6 @@
 //! Blocks of the latent cache: who has which.
 
-use kernels::shape::BLOCK_TOKENS;
+use kernels::step::BLOCK_TOKENS;
 
 /// A cache block: [`BLOCK_TOKENS`] consecutive positions of one sequence, in every layer and on every rank.
 pub type BlockId = u32;

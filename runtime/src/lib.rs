@@ -14,7 +14,6 @@ pub mod load;
 pub mod logits;
 mod mla;
 pub mod model;
-mod moe;
 pub mod rank;
 pub mod sampler;
 pub mod scheduler;

@@ -4,9 +4,9 @@ use crate::Error;
 use crate::batch::Logits as Rows;
 use crate::engine::{Arithmetic, EngineOptions, not_numbers};
 use crate::kv_cache::BlockPool;
-use crate::model::Limits;
 use crate::rank::RankGroup;
 use formats::checkpoint::Checkpoint;
+use kernels::StepLimits;
 use std::path::Path;
 
 /// What a [`LogitsRunner`] computed.
@@ -63,7 +63,7 @@ impl LogitsRunner {
         let max_len = checkpoint.manifest().model.max_position_embeddings;
         let chunk = options.chunk.clamp(1, max_len);
         let blocks = BlockPool::blocks_for(max_len);
-        let limits = Limits { max_rows: chunk, max_logit_rows: chunk, cache_blocks: blocks };
+        let limits = StepLimits { max_rows: chunk, max_logit_rows: chunk, cache_blocks: blocks };
         let engine = EngineOptions {
             arithmetic: options.arithmetic,
             threads: options.threads,

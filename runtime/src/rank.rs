@@ -5,12 +5,12 @@ use crate::batch::Batch;
 use crate::comm::{Communicator, Local};
 use crate::engine::{Arithmetic, EngineOptions};
 use crate::load::load;
-use crate::model::{Limits, Model};
+use crate::model::Model;
 use formats::checkpoint::Checkpoint;
 use formats::{ModelConfig, checkpoint::RankShard};
 use kernels::cpu::Cpu;
 use kernels::reference::Reference;
-use kernels::{Backend, HostBuffer};
+use kernels::{Backend, HostBuffer, StepLimits};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -50,7 +50,11 @@ impl RankGroup {
     ///
     /// # Errors
     /// [`Error`] of the first rank that failed, naming file and tensor.
-    pub fn start(checkpoint: &Checkpoint, options: &EngineOptions, limits: Limits) -> Result<Self, Error> {
+    pub fn start(
+        checkpoint: &Checkpoint,
+        options: &EngineOptions,
+        limits: StepLimits,
+    ) -> Result<Self, Error> {
         let manifest = checkpoint.manifest();
         let ranks = manifest.ranks;
         let threads = threads_per_rank(options.threads, ranks);
@@ -180,7 +184,7 @@ impl Link {
         backend: impl FnOnce() -> Result<B, kernels::Error>,
         communicator: C,
         shard: &RankShard,
-        limits: Limits,
+        limits: StepLimits,
     ) where
         B: Backend<Buffer = HostBuffer>,
         C: Communicator<B>,
@@ -188,7 +192,10 @@ impl Link {
         let Self { rank, config, ready, steps, results, logits } = self;
         let made = catch_unwind(AssertUnwindSafe(|| {
             let backend = backend()?;
-            let weights = load(&backend, shard, &config)?;
+            let weights = load(shard, &config, |entry| {
+                let view = shard.view(entry)?;
+                backend.weight(view).map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
+            })?;
             Model::new(backend, communicator, weights, &config, limits)
         }));
         let mut model = match made.unwrap_or_else(|panic| Err(Error::Stopped(panic_text(&*panic)))) {

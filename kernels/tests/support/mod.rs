@@ -5,8 +5,9 @@
 use bytes::Bytes;
 use formats::config::{GroupScore, RopeConfig, RopePairing, RouterConfig, ScoringFunc};
 use formats::{Dtype, Shape, TensorView, quant};
-use kernels::HostBuffer;
+use kernels::Backend;
 use kernels::cpu::{Cpu, Isa};
+//use kernels::cuda::Cuda;
 use kernels::shape::{MlaShape, MoeShape};
 
 /// SplitMix64 (Steele, Lea and Flood, 2014): the same stream everywhere.
@@ -92,30 +93,67 @@ pub fn cpus(threads: usize) -> Vec<(Isa, Cpu)> {
     available.map(|isa| (isa, Cpu::with_isa(isa, threads).unwrap())).collect()
 }
 
-pub fn buffer(values: &[f32]) -> HostBuffer {
-    let mut buffer = HostBuffer::zeros(values.len());
-    buffer.values_mut().copy_from_slice(values);
+/// The GPU, where `SHARDRUN_TEST_DEVICE=cuda` asks for it; otherwise a line on stderr says that nothing ran there.
+pub fn cuda() -> Option<Cpu> {
+    const VARIABLE: &str = "SHARDRUN_TEST_DEVICE";
+    match std::env::var(VARIABLE).as_deref() {
+        Ok("cuda") => Some(Cpu::new(1).unwrap()),
+        Ok(other) => panic!("{VARIABLE}: expected cuda, found {other}"),
+        Err(_) => {
+            static SAID: std::sync::Once = std::sync::Once::new();
+            SAID.call_once(|| {
+                // Straight to the stream: the test harness hides what the print macros write.
+                let line = format!("NOT RUN on a GPU without {VARIABLE}=cuda\n");
+                std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes()).unwrap();
+            });
+            None
+        }
+    }
+}
+
+/// Runs a block for every backend under test: `name` is a `String`, `b` a `&mut` of it.
+#[macro_export]
+macro_rules! each_backend {
+    (|$name:ident, $b:ident| $body:block) => {
+        for (isa, mut cpu) in cpus(1) {
+            let ($name, $b) = (isa.to_string(), &mut cpu);
+            $body
+        }
+        if let Some(mut gpu) = cuda() {
+            let ($name, $b) = ("cuda".to_owned(), &mut gpu);
+            $body
+        }
+    };
+}
+
+pub fn buffer<B: Backend>(b: &mut B, values: &[f32]) -> B::Buffer {
+    let mut buffer = b.zeros(values.len()).unwrap();
+    b.write(&mut buffer, values);
     buffer
 }
 
 /// `values`, then NaN where no operation may read.
-pub fn fenced(values: &[f32]) -> HostBuffer {
-    buffer(&[values, &[f32::NAN; FENCE]].concat())
+pub fn fenced<B: Backend>(b: &mut B, values: &[f32]) -> B::Buffer {
+    buffer(b, &[values, &[f32::NAN; FENCE]].concat())
 }
 
 /// An output of `len` values, all NaN, and NaN after it.
-pub fn poisoned(len: usize) -> HostBuffer {
-    buffer(&vec![f32::NAN; len + FENCE])
+pub fn poisoned<B: Backend>(b: &mut B, len: usize) -> B::Buffer {
+    buffer(b, &vec![f32::NAN; len + FENCE])
 }
 
-/// The output, if all of it was written and nothing after it.
-pub fn written(out: &HostBuffer) -> Vec<f32> {
-    let (out, fence) = out.values().split_at(out.values().len() - FENCE);
+/// The output of `len` values, if all of it was written and nothing after it.
+#[track_caller]
+pub fn written<B: Backend>(b: &mut B, out: &B::Buffer, len: usize) -> Vec<f32> {
+    let mut values = vec![0.0; len + FENCE];
+    b.read(out, 0..len + FENCE, &mut values);
+    b.finish().unwrap();
+    let fence = values.split_off(len);
     assert!(fence.iter().all(|v| v.is_nan()), "values were written beyond the output");
-    if let Some(i) = out.iter().position(|v| v.is_nan()) {
-        panic!("value {i} of {} is NaN", out.len());
+    if let Some(i) = values.iter().position(|v| v.is_nan()) {
+        panic!("value {i} of {} is NaN", values.len());
     }
-    out.to_vec()
+    values
 }
 
 const FENCE: usize = 37;
