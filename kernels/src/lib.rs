@@ -5,7 +5,7 @@
 
 mod backend;
 pub mod cpu;
-//pub mod cuda;
+pub mod cuda;
 mod error;
 pub mod reference;
 pub mod shape;

@@ -7,8 +7,12 @@ use formats::config::{GroupScore, RopeConfig, RopePairing, RouterConfig, Scoring
 use formats::{Dtype, Shape, TensorView, quant};
 use kernels::Backend;
 use kernels::cpu::{Cpu, Isa};
-//use kernels::cuda::Cuda;
+use kernels::cuda::Cuda;
+use kernels::cuda::driver::Device;
 use kernels::shape::{MlaShape, MoeShape};
+use std::cell::RefCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, LazyLock};
 
 /// SplitMix64 (Steele, Lea and Flood, 2014): the same stream everywhere.
 pub struct Random(pub u64);
@@ -93,11 +97,42 @@ pub fn cpus(threads: usize) -> Vec<(Isa, Cpu)> {
     available.map(|isa| (isa, Cpu::with_isa(isa, threads).unwrap())).collect()
 }
 
+/// The GPU of a thread, which it gets back when the test is done with it: to open one and load its kernels takes a second.
+pub struct Gpu(Option<Cuda>);
+
+thread_local! {
+    static IDLE: RefCell<Option<Cuda>> = const { RefCell::new(None) };
+}
+
+impl Deref for Gpu {
+    type Target = Cuda;
+
+    fn deref(&self) -> &Cuda {
+        self.0.as_ref().unwrap()
+    }
+}
+
+impl DerefMut for Gpu {
+    fn deref_mut(&mut self) -> &mut Cuda {
+        self.0.as_mut().unwrap()
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        IDLE.set(self.0.take());
+    }
+}
+
 /// The GPU, where `SHARDRUN_TEST_DEVICE=cuda` asks for it; otherwise a line on stderr says that nothing ran there.
-pub fn cuda() -> Option<Cpu> {
+pub fn cuda() -> Option<Gpu> {
     const VARIABLE: &str = "SHARDRUN_TEST_DEVICE";
     match std::env::var(VARIABLE).as_deref() {
-        Ok("cuda") => Some(Cpu::new(1).unwrap()),
+        Ok("cuda") => {
+            static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::open(0).unwrap());
+            let idle = IDLE.take();
+            Some(Gpu(Some(idle.unwrap_or_else(|| Cuda::new(&DEVICE).unwrap()))))
+        }
         Ok(other) => panic!("{VARIABLE}: expected cuda, found {other}"),
         Err(_) => {
             static SAID: std::sync::Once = std::sync::Once::new();
@@ -120,7 +155,7 @@ macro_rules! each_backend {
             $body
         }
         if let Some(mut gpu) = cuda() {
-            let ($name, $b) = ("cuda".to_owned(), &mut gpu);
+            let ($name, $b) = ("cuda".to_owned(), &mut *gpu);
             $body
         }
     };

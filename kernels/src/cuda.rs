@@ -1,0 +1,435 @@
+//! The backend for NVIDIA's GPUs.
+//!
+//! Kernels are CUDA C++ under `kernels/cu`, compiled by NVRTC for the GPU that is there and kept in a cache on the disk. All
+//! work of a rank goes through one stream. A step's tokens, positions and tables lie at fixed addresses, so that the work of
+//! a decoding step can be recorded once for each size and repeated as a graph.
+
+pub mod compile;
+pub mod driver;
+mod error;
+mod kernels;
+pub mod nvrtc;
+mod step;
+mod weight;
+
+pub use error::CudaError;
+pub use weight::Weight;
+
+use crate::shape::{MlaShape, MoeShape};
+use crate::step::{BLOCK_TOKENS, Step};
+use crate::{Backend, Error, ExpertWeights, Pass, StepLimits, StepRows};
+use driver::{Device, Graph, Memory, Stream};
+use formats::{Dtype, TensorView};
+use kernels::{Linear, Ops};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use step::{BUCKETS, StepMemory};
+use weight::{Storage, bf16, storage};
+
+/// Most rows of a step: a side of a kernel's grid.
+const MOST_ROWS: usize = 65_535;
+
+/// One GPU, or one rank's part of it.
+#[derive(Debug)]
+pub struct Cuda {
+    stream: Arc<Stream>,
+    ops: Ops,
+    /// By the place in [`compile::WEIGHT_TYPES`]; compiled when the first weight of the type comes.
+    linear: [OnceLock<Linear>; compile::WEIGHT_TYPES.len()],
+    step: StepMemory,
+    scratch: Scratch,
+    /// Rotary tables by their values.
+    rotary: Vec<(Vec<f32>, Buffer)>,
+    recordings: [Recording; BUCKETS.len()],
+    /// Which is being recorded.
+    recording: Option<usize>,
+}
+
+/// Working memory, as large as the largest step so far.
+#[derive(Debug)]
+struct Scratch {
+    /// `[T, heads, kv_lora + rope]`
+    queries: Buffer,
+    /// `[T, heads, kv_lora]`
+    latents: Buffer,
+    /// `[T, K, intermediate]`, twice
+    visits: [Buffer; 2],
+}
+
+/// What is known of the steps of one size.
+#[derive(Debug, Default)]
+enum Recording {
+    /// None has run: memory and kernels may be missing.
+    #[default]
+    Cold,
+    /// One has run.
+    Warm,
+    /// Ready to be repeated.
+    Made(Graph),
+}
+
+/// Activations: f32 on the device.
+#[derive(Debug)]
+pub struct Buffer {
+    memory: Memory,
+    len: usize,
+}
+
+/// Latents and rope keys of one layer as BF16, and a block more than was asked for: rows that round a step up write there.
+#[derive(Debug)]
+pub struct Cache {
+    memory: Memory,
+    slots: usize,
+    width: usize,
+}
+
+impl Buffer {
+    fn new(device: &Arc<Device>, len: usize, what: &str) -> Result<Self, CudaError> {
+        Ok(Self { memory: Memory::new(device, len * 4, what)?, len })
+    }
+
+    /// Where its first value lies.
+    pub fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    fn holds(&self, len: usize) {
+        assert!(len <= self.len, "{len} values of {}", self.len);
+    }
+}
+
+impl Cache {
+    fn address(&self) -> u64 {
+        self.memory.address()
+    }
+}
+
+impl Cuda {
+    /// A backend on GPU `ordinal`.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]: no driver, no compiler, no such GPU, one that is too old, or no memory.
+    pub fn open(ordinal: usize) -> Result<Self, Error> {
+        Self::new(&Device::open(ordinal)?)
+    }
+
+    /// A backend on an open GPU, with a stream of its own. The calling thread is the one that uses it.
+    ///
+    /// # Errors
+    /// As [`Cuda::open`].
+    pub fn new(device: &Arc<Device>) -> Result<Self, Error> {
+        device.bind()?;
+        let stream = Stream::new(device)?;
+        let buffer = || Buffer::new(device, 0, "working memory");
+        Ok(Self {
+            ops: Ops::new(&stream)?,
+            linear: [const { OnceLock::new() }; compile::WEIGHT_TYPES.len()],
+            step: StepMemory::new(device)?,
+            scratch: Scratch { queries: buffer()?, latents: buffer()?, visits: [buffer()?, buffer()?] },
+            rotary: Vec::new(),
+            recordings: Default::default(),
+            recording: None,
+            stream,
+        })
+    }
+
+    /// Its GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        self.stream.device()
+    }
+
+    /// Where its work goes.
+    pub fn stream(&self) -> &Arc<Stream> {
+        &self.stream
+    }
+
+    /// Takes a weight that lies at `offset` of `arena`. Where its type has no kernel, `view` is converted and copied.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedType`], or the device's refusal.
+    ///
+    /// # Panics
+    /// When the arena ends before the weight does.
+    pub fn weight_in(&self, arena: &Arc<Memory>, offset: u64, view: &TensorView) -> Result<Weight, Error> {
+        let weight = Weight::in_arena(&self.stream, arena, offset, view)?;
+        self.prepare(weight.dtype)?;
+        Ok(weight)
+    }
+
+    /// Sums `count` parts, `stride` values apart, of `len` values each, in their order.
+    pub fn sum_parts(&mut self, parts: &Buffer, count: usize, stride: usize, len: usize, out: &mut Buffer) {
+        self.ops.sum_parts(&self.stream, parts, count, stride, len, out);
+    }
+
+    /// Compiles what the products of a type need.
+    fn prepare(&self, dtype: Dtype) -> Result<(), CudaError> {
+        let linear = &self.linear[place(dtype)];
+        if linear.get().is_none() {
+            // Another thread of the same rank would have made the same.
+            let _ = linear.set(Linear::new(&self.stream, dtype)?);
+        }
+        Ok(())
+    }
+
+    fn linear(&self, weight: &Weight) -> &Linear {
+        self.linear[place(weight.dtype)].get().expect("kernels are compiled when their first weight is made")
+    }
+
+    /// Recorded work leads to memory that is no more.
+    fn forget_recordings(&mut self) {
+        self.recordings = Default::default();
+    }
+
+    /// Makes a piece of working memory larger where it has to be. A refusal is recorded, and `false`.
+    fn grow(&mut self, which: impl Fn(&mut Scratch) -> &mut Buffer, len: usize) -> bool {
+        if which(&mut self.scratch).len >= len {
+            return true;
+        }
+        let made = Buffer::new(self.stream.device(), len.next_power_of_two(), "working memory");
+        let Some(buffer) = self.stream.record(made) else { return false };
+        *which(&mut self.scratch) = buffer;
+        self.forget_recordings();
+        true
+    }
+
+    /// The rotary table on the device.
+    fn inv_freq(&mut self, values: &[f32]) -> Option<usize> {
+        if let Some(found) = self.rotary.iter().position(|(known, _)| known == values) {
+            return Some(found);
+        }
+        let made = Buffer::new(self.stream.device(), values.len(), "a rotary table");
+        let buffer = self.stream.record(made)?;
+        self.stream.write(&buffer.memory, 0, &bytes_of(values));
+        self.rotary.push((values.to_vec(), buffer));
+        Some(self.rotary.len() - 1)
+    }
+}
+
+impl Backend for Cuda {
+    type Weight = Weight;
+    type Buffer = Buffer;
+    type Cache = Cache;
+
+    fn weight(&self, view: TensorView) -> Result<Weight, Error> {
+        let weight = Weight::alone(&self.stream, &view)?;
+        self.prepare(weight.dtype)?;
+        Ok(weight)
+    }
+
+    fn keeps(&self, dtype: Dtype) -> bool {
+        storage(dtype, false) == Storage::Own
+    }
+
+    fn zeros(&self, len: usize) -> Result<Buffer, Error> {
+        let buffer = Buffer::new(self.stream.device(), len, "activations")?;
+        self.stream.zero(&buffer.memory);
+        Ok(buffer)
+    }
+
+    fn cache(&mut self, slots: usize, width: usize) -> Result<Cache, Error> {
+        let all = slots + BLOCK_TOKENS;
+        let memory = Memory::new(self.stream.device(), all * width * 2, "the latent cache")?;
+        self.stream.zero(&memory);
+        if slots.is_multiple_of(BLOCK_TOKENS) {
+            self.step.spare(slots / BLOCK_TOKENS);
+        }
+        Ok(Cache { memory, slots: all, width })
+    }
+
+    fn write(&mut self, buffer: &mut Buffer, values: &[f32]) {
+        buffer.holds(values.len());
+        self.stream.write(&buffer.memory, 0, &bytes_of(values));
+    }
+
+    fn read(&mut self, buffer: &Buffer, range: Range<usize>, values: &mut [f32]) {
+        buffer.holds(range.end);
+        assert_eq!(range.len(), values.len(), "room for the values");
+        let mut bytes = vec![0; values.len() * 4];
+        self.stream.read(&buffer.memory, range.start * 4, &mut bytes);
+        for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
+            *value = f32::from_ne_bytes(*bytes);
+        }
+    }
+
+    fn write_cache(&mut self, cache: &mut Cache, values: &[f32]) {
+        let bytes: Vec<u8> = values.iter().flat_map(|&value| bf16(value).to_ne_bytes()).collect();
+        self.stream.write(&cache.memory, 0, &bytes);
+    }
+
+    fn read_cache(&mut self, cache: &Cache, values: &mut [f32]) {
+        let mut bytes = vec![0; values.len() * 2];
+        self.stream.read(&cache.memory, 0, &mut bytes);
+        for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
+            *value = f32::from_bits(u32::from(u16::from_ne_bytes(*bytes)) << 16);
+        }
+    }
+
+    fn reserve(&mut self, limits: StepLimits) -> Result<(), Error> {
+        if limits.max_rows > MOST_ROWS {
+            return Err(Error::StepRows { most: MOST_ROWS, found: limits.max_rows });
+        }
+        if self.step.limit(limits)? {
+            self.forget_recordings();
+        }
+        Ok(())
+    }
+
+    fn begin_step(&mut self, step: &Step) -> StepRows {
+        let begun = self.step.begin(step, &self.stream);
+        if self.stream.record(begun) == Some(true) {
+            self.forget_recordings();
+        }
+        self.step.rows()
+    }
+
+    fn begin_pass(&mut self, repeatable: bool) -> Pass {
+        let Some(bucket) = self.step.bucket().filter(|_| repeatable) else { return Pass::Run };
+        match &mut self.recordings[bucket] {
+            Recording::Made(graph) => {
+                self.stream.run(graph);
+                return Pass::Done;
+            }
+            Recording::Warm => {
+                let begun = self.stream.begin_capture();
+                self.recording = self.stream.record(begun).map(|()| bucket);
+            }
+            cold @ Recording::Cold => *cold = Recording::Warm,
+        }
+        Pass::Run
+    }
+
+    fn end_pass(&mut self) {
+        let Some(bucket) = self.recording.take() else { return };
+        let ended = self.stream.end_capture();
+        if let Some(graph) = self.stream.record(ended) {
+            self.stream.run(&graph);
+            self.recordings[bucket] = Recording::Made(graph);
+        }
+    }
+
+    fn finish(&mut self) -> Result<(), Error> {
+        Ok(self.stream.finish()?)
+    }
+
+    fn embed(&mut self, table: &Weight, first_row: usize, out: &mut Buffer) {
+        self.linear(table).embed(&self.stream, table, &self.step, first_row, out);
+    }
+
+    fn rms_norm(&mut self, x: &Buffer, rows: usize, weight: &Weight, eps: f32, out: &mut Buffer) {
+        self.ops.rms_norm(&self.stream, x, rows, weight, eps, out);
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        x: &mut Buffer,
+        y: &Buffer,
+        rows: usize,
+        width: usize,
+        weight: &Weight,
+        eps: f32,
+        out: &mut Buffer,
+    ) {
+        assert_eq!(width, weight.cols, "width of the norm");
+        self.ops.add_rms_norm(&self.stream, x, y, rows, weight, eps, out);
+    }
+
+    fn add(&mut self, x: &mut Buffer, y: &Buffer, rows: usize, width: usize) {
+        self.ops.add(&self.stream, x, y, rows * width);
+    }
+
+    fn matmul(&mut self, w: &Weight, x: &Buffer, rows: usize, out: &mut Buffer) {
+        self.linear(w).matmul(&self.stream, w, x, rows, out);
+    }
+
+    fn swiglu(&mut self, gate: &mut Buffer, up: &Buffer, rows: usize, width: usize) {
+        self.ops.swiglu(&self.stream, gate, up, rows * width);
+    }
+
+    fn mla_store(
+        &mut self,
+        shape: &MlaShape,
+        kv: &Buffer,
+        kv_norm: &Weight,
+        q: &mut Buffer,
+        cache: &mut Cache,
+    ) {
+        let Some(table) = self.inv_freq(&shape.rotary.inv_freq) else { return };
+        let inv_freq = &self.rotary[table].1;
+        self.ops.mla_store(&self.stream, shape, &self.step, inv_freq, kv, kv_norm, q, cache);
+    }
+
+    fn mla_attention(
+        &mut self,
+        shape: &MlaShape,
+        q: &Buffer,
+        kv_b: &Weight,
+        cache: &Cache,
+        out: &mut Buffer,
+    ) {
+        assert_eq!([kv_b.rows, kv_b.cols], [shape.kv_b_rows(), shape.kv_lora], "kv_b_proj's shape");
+        let rows = self.step.rows().rows;
+        let heads = rows * shape.heads;
+        if !self.grow(|scratch| &mut scratch.queries, heads * shape.cache_width())
+            || !self.grow(|scratch| &mut scratch.latents, heads * shape.kv_lora)
+        {
+            return;
+        }
+        let Scratch { queries, latents, .. } = &self.scratch;
+        let linear = self.linear(kv_b);
+        linear.absorb(&self.stream, shape, kv_b, q, rows, queries);
+        self.ops.attend(&self.stream, shape, &self.step, queries, cache, latents);
+        linear.project(&self.stream, shape, kv_b, latents, rows, out);
+    }
+
+    fn route(
+        &mut self,
+        shape: &MoeShape,
+        logits: &Buffer,
+        bias: Option<&Weight>,
+        rows: usize,
+        choice: &mut Buffer,
+    ) {
+        self.ops.route(&self.stream, shape, logits, bias, rows, choice);
+    }
+
+    fn experts(
+        &mut self,
+        shape: &MoeShape,
+        experts: &ExpertWeights<Weight>,
+        x: &Buffer,
+        choice: &Buffer,
+        rows: usize,
+        out: &mut Buffer,
+    ) {
+        let visits = rows * shape.num_experts_per_tok * shape.intermediate;
+        if !self.grow(|scratch| &mut scratch.visits[0], visits)
+            || !self.grow(|scratch| &mut scratch.visits[1], visits)
+        {
+            return;
+        }
+        let ExpertWeights { gate, up, down } = experts;
+        let (stream, [inner, other]) = (&self.stream, &self.scratch.visits);
+        self.linear(gate).expert_in(stream, shape, gate, [x, choice, inner], rows);
+        self.linear(up).expert_in(stream, shape, up, [x, choice, other], rows);
+        self.ops.swiglu(stream, inner, other, visits);
+        self.linear(down).expert_out(stream, shape, down, [inner, choice, out], rows);
+    }
+
+    fn gather_logit_rows(&mut self, x: &Buffer, width: usize, out: &mut Buffer) {
+        self.ops.gather(&self.stream, x, &self.step, width, out);
+    }
+}
+
+fn place(dtype: Dtype) -> usize {
+    let found = compile::WEIGHT_TYPES.iter().position(|&known| known == dtype);
+    found.expect("weights are made in types with kernels")
+}
+
+fn bytes_of(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+}

@@ -1,0 +1,146 @@
+//! From sources to machine code, by way of a cache on the disk.
+
+use super::CudaError;
+use super::nvrtc::{Nvrtc, Source};
+use formats::{Digest, Dtype};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+const PRELUDE: (&str, &str) = ("prelude.cuh", include_str!("../../cu/prelude.cuh"));
+const BLOCKS: (&str, &str) = ("blocks.cuh", include_str!("../../cu/blocks.cuh"));
+
+/// Weight types that products read in their own blocks.
+pub const WEIGHT_TYPES: [Dtype; 14] = [
+    Dtype::F32,
+    Dtype::F16,
+    Dtype::BF16,
+    Dtype::Q4_0,
+    Dtype::Q5_0,
+    Dtype::Q8_0,
+    Dtype::Q2_K,
+    Dtype::Q3_K,
+    Dtype::Q4_K,
+    Dtype::Q5_K,
+    Dtype::Q6_K,
+    Dtype::IQ4_NL,
+    Dtype::IQ4_XS,
+    Dtype::MXFP4,
+];
+
+/// One source with what makes it whole: a unit of compilation.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    /// File name under `kernels/cu`.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+    /// Macros, as the compiler takes them.
+    pub defines: Vec<String>,
+}
+
+impl Unit {
+    /// Operations without a weight matrix.
+    pub fn ops() -> Self {
+        Self { name: "ops.cu", text: include_str!("../../cu/ops.cu"), defines: Vec::new() }
+    }
+
+    /// Products with one type of weights.
+    pub fn linear(dtype: Dtype) -> Self {
+        let defines = vec![format!("-DTYPE={}", dtype.name())];
+        Self { name: "linear.cu", text: include_str!("../../cu/linear.cu"), defines }
+    }
+
+    /// Every unit that there is.
+    pub fn all() -> Vec<Self> {
+        std::iter::once(Self::ops()).chain(WEIGHT_TYPES.map(Self::linear)).collect()
+    }
+
+    /// The source with its headers.
+    pub fn source(&self) -> Source<'_> {
+        Source { name: self.name, text: self.text, headers: &[PRELUDE, BLOCKS] }
+    }
+
+    /// The compiler's options for an architecture.
+    pub fn options(&self, architecture: &str) -> Vec<String> {
+        let mut options = vec![format!("--gpu-architecture={architecture}"), "--std=c++17".to_owned()];
+        options.extend(self.defines.iter().cloned());
+        options
+    }
+
+    /// Machine code for an architecture: from the cache of this process, that of the disk, or the compiler.
+    ///
+    /// # Errors
+    /// [`CudaError::NoCompiler`] or [`CudaError::Compile`].
+    pub fn code(&self, architecture: &str) -> Result<Arc<Vec<u8>>, CudaError> {
+        static CODE: Mutex<Option<HashMap<Digest, Arc<Vec<u8>>>>> = Mutex::new(None);
+        let nvrtc = Nvrtc::load()?;
+        let key = self.key(architecture, nvrtc.version());
+        // Held while compiling: ranks want the same units at the same time, and one of them is enough.
+        let mut code = CODE.lock().unwrap_or_else(PoisonError::into_inner);
+        let code = code.get_or_insert_default();
+        if let Some(code) = code.get(&key) {
+            return Ok(Arc::clone(code));
+        }
+        let file = folder().map(|folder| folder.join(format!("{key}.cubin")));
+        let made = match file.as_deref().and_then(read) {
+            Some(code) => code,
+            None => {
+                let made = nvrtc.compile(self.source(), &self.options(architecture))?;
+                if let Some(file) = &file {
+                    // Without it the next start takes a second longer.
+                    let _ = write(file, &made);
+                }
+                made
+            }
+        };
+        let made = Arc::new(made);
+        code.insert(key, Arc::clone(&made));
+        Ok(made)
+    }
+
+    /// Everything that the machine code depends on.
+    fn key(&self, architecture: &str, version: (i32, i32)) -> Digest {
+        let source = self.source();
+        let mut text = format!("{version:?}\n{}\n{}\n", self.options(architecture).join(" "), source.text);
+        for (name, header) in source.headers {
+            text.push_str(name);
+            text.push_str(header);
+        }
+        Digest::of(text.as_bytes())
+    }
+}
+
+/// The architecture of a GPU as the compiler names it: with its own features from Hopper on.
+pub fn architecture((major, minor): (i32, i32)) -> String {
+    let own = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{own}")
+}
+
+/// The user's cache, by the rules of the XDG base directory specification.
+fn folder() -> Option<PathBuf> {
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
+    Some(cache.join("shardrun").join("kernels"))
+}
+
+/// A file that is its contents and their digest; anything else is as good as none.
+fn read(path: &Path) -> Option<Vec<u8>> {
+    let mut bytes = std::fs::read(path).ok()?;
+    let digest = bytes.split_off(bytes.len().checked_sub(Digest::of(&[]).as_bytes().len())?);
+    (Digest::of(&bytes).as_bytes()[..] == digest[..]).then_some(bytes)
+}
+
+/// Under another name first, so that no reader sees a part.
+fn write(path: &Path, code: &[u8]) -> std::io::Result<()> {
+    let folder = path.parent().ok_or(std::io::ErrorKind::InvalidInput)?;
+    std::fs::create_dir_all(folder)?;
+    let partial = path.with_extension(format!("{}.partial", std::process::id()));
+    let written = std::fs::write(&partial, [code, Digest::of(code).as_bytes()].concat());
+    let renamed = written.and_then(|()| std::fs::rename(&partial, path));
+    if renamed.is_err() {
+        // What matters is the first fault.
+        let _ = std::fs::remove_file(&partial);
+    }
+    renamed
+}
