@@ -28,8 +28,9 @@ __device__ __forceinline__ float nonlinear(u32 q) {
 
 // Twice the values of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).
 __device__ __forceinline__ float e2m1_doubled(u32 q) {
-    float magnitude = (float)(u8)(0x0c08060403020100ull >> (q % 8 * 8));
-    return q < 8 ? magnitude : -magnitude;
+    int magnitude = (u8)(0x0c08060403020100ull >> (q % 8 * 8));
+    // As an integer, so that minus zero is zero, as in ggml.
+    return (float)(q < 8 ? magnitude : -magnitude);
 }
 
 // 2^(e - 128), of which the two smallest are subnormal.

@@ -84,7 +84,11 @@ pub struct Cache {
 }
 
 impl Buffer {
-    fn new(device: &Arc<Device>, len: usize, what: &str) -> Result<Self, CudaError> {
+    /// `len` values without meaning; `what` they are for is said when there is no room.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`]
+    pub fn new(device: &Arc<Device>, len: usize, what: &str) -> Result<Self, CudaError> {
         Ok(Self { memory: Memory::new(device, len * 4, what)?, len })
     }
 

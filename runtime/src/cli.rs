@@ -8,6 +8,7 @@ use clap::builder::FalseyValueParser;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use indicatif::ProgressBar;
+use runtime::device::{Device, DeviceOptions, LoadMode, ordinals};
 use runtime::engine::{Arithmetic, Engine, EngineOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -148,6 +149,7 @@ impl EngineArgs {
             max_num_seqs,
             max_num_batched_tokens: self.max_num_batched_tokens,
             arithmetic: self.device.arithmetic(),
+            device: self.device.options(),
             verify: self.verify,
             ..EngineOptions::default()
         }
@@ -157,6 +159,15 @@ impl EngineArgs {
 /// What it runs on.
 #[derive(Debug, Args)]
 struct DeviceArgs {
+    /// cpu; cuda: one GPU for each rank; cuda:0,1: these GPUs
+    #[arg(long, env = "SHARDRUN_DEVICE", value_name = "DEVICE", default_value = "cpu", value_parser = |text: &str| text.parse::<Device>())]
+    device: Device,
+    /// GPUs that ranks share, dealt out in turn: 0 puts all ranks on one
+    #[arg(long, env = "SHARDRUN_DEVICES", value_name = "LIST", value_parser = GpuList::read)]
+    devices: Option<GpuList>,
+    /// How rank files are read on their way to a GPU: auto, buffered or direct
+    #[arg(long, env = "SHARDRUN_LOAD_MODE", value_name = "MODE", default_value = "auto", value_parser = |text: &str| text.parse::<LoadMode>())]
+    load_mode: LoadMode,
     /// Worker threads over all ranks [default: one for each core]
     #[arg(long, env = "SHARDRUN_THREADS", value_name = "N", value_parser = thread_count)]
     threads: Option<usize>,
@@ -165,7 +176,25 @@ struct DeviceArgs {
     precise: bool,
 }
 
+/// Numbers of GPUs: one value of the command line, not several.
+#[derive(Clone, Debug)]
+struct GpuList(Vec<usize>);
+
+impl GpuList {
+    fn read(text: &str) -> Result<Self, String> {
+        ordinals(text).map(Self)
+    }
+}
+
 impl DeviceArgs {
+    fn options(&self) -> DeviceOptions {
+        DeviceOptions {
+            device: self.device.clone(),
+            shared: self.devices.as_ref().map_or_else(Vec::new, |list| list.0.clone()),
+            load_mode: self.load_mode,
+        }
+    }
+
     fn arithmetic(&self) -> Arithmetic {
         if self.precise { Arithmetic::Reference } else { Arithmetic::Fast }
     }

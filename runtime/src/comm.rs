@@ -1,5 +1,9 @@
 //! How ranks add up their partial sums.
 
+mod gpu;
+
+pub use gpu::SharedGpu;
+
 use kernels::{Backend, HostBuffer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -14,7 +18,7 @@ pub trait Communicator<B: Backend> {
     ///
     /// # Errors
     /// [`PeerStopped`] when another rank will never arrive.
-    fn all_reduce(&mut self, buffer: &mut B::Buffer, len: usize) -> Result<(), PeerStopped>;
+    fn all_reduce(&mut self, backend: &mut B, buffer: &mut B::Buffer, len: usize) -> Result<(), PeerStopped>;
 
     /// Whether a device may repeat its sums without being asked for each: the host has no part in them.
     fn is_repeatable(&self) -> bool;
@@ -46,7 +50,12 @@ impl Local {
 }
 
 impl<B: Backend<Buffer = HostBuffer>> Communicator<B> for Local {
-    fn all_reduce(&mut self, buffer: &mut HostBuffer, len: usize) -> Result<(), PeerStopped> {
+    fn all_reduce(
+        &mut self,
+        _backend: &mut B,
+        buffer: &mut HostBuffer,
+        len: usize,
+    ) -> Result<(), PeerStopped> {
         let slots = &self.exchange.slots[self.turn];
         if slots.len() == 1 {
             return Ok(());
@@ -137,7 +146,7 @@ mod tests {
     use kernels::reference::Reference;
 
     fn reduce(local: &mut Local, values: &mut HostBuffer, len: usize) -> Result<(), PeerStopped> {
-        Communicator::<Reference>::all_reduce(local, values, len)
+        local.all_reduce(&mut Reference::new(), values, len)
     }
 
     #[test]

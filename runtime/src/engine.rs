@@ -2,6 +2,7 @@
 
 use crate::Error;
 use crate::batch::Logits;
+use crate::device::{Device, DeviceOptions};
 use crate::kv_cache::BlockPool;
 use crate::rank::{RankGroup, RankStopped};
 use crate::sampler::{Sampler, SamplingParams};
@@ -35,6 +36,8 @@ pub struct EngineOptions {
     pub max_waiting: usize,
     /// Which arithmetic runs.
     pub arithmetic: Arithmetic,
+    /// What it runs on.
+    pub device: DeviceOptions,
     /// Whether every byte is held against its digest before anything is loaded.
     pub verify: bool,
 }
@@ -48,6 +51,7 @@ impl Default for EngineOptions {
             max_num_batched_tokens: 512,
             max_waiting: 256,
             arithmetic: Arithmetic::Fast,
+            device: DeviceOptions::default(),
             verify: false,
         }
     }
@@ -213,7 +217,11 @@ impl Engine {
         let checkpoint = Checkpoint::open(dir)?;
         let manifest = checkpoint.manifest();
         if options.verify {
-            crate::verify::verify(&checkpoint)?;
+            match options.device.device {
+                Device::Cpu => crate::verify::verify(&checkpoint)?,
+                // Rank files are checked on their way to the GPU.
+                Device::Cuda(_) => crate::verify::verify_small_files(&checkpoint)?,
+            }
         }
         let (limits, max_model_len) = limits(&manifest.model, manifest.ranks, options)?;
         let group = RankGroup::start(&checkpoint, options, limits)?;

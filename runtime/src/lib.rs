@@ -5,6 +5,7 @@
 
 pub mod batch;
 pub mod comm;
+pub mod device;
 pub mod dialect;
 pub mod engine;
 mod error;
@@ -22,6 +23,7 @@ pub mod server;
 pub mod template;
 pub mod text;
 pub mod tokenizer;
+pub mod upload;
 pub mod verify;
 
 pub use error::Error;

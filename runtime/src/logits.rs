@@ -2,6 +2,7 @@
 
 use crate::Error;
 use crate::batch::Logits as Rows;
+use crate::device::DeviceOptions;
 use crate::engine::{Arithmetic, EngineOptions, not_numbers};
 use crate::kv_cache::BlockPool;
 use crate::rank::RankGroup;
@@ -29,6 +30,8 @@ pub struct LogitsOptions {
     pub threads: Option<usize>,
     /// Tokens of one step: longer sequences go in chunks of this many.
     pub chunk: usize,
+    /// What it runs on.
+    pub device: DeviceOptions,
 }
 
 /// Runs `tokens` through the checkpoint in `dir`, chunk by chunk, with dense attention.
@@ -67,6 +70,7 @@ impl LogitsRunner {
         let engine = EngineOptions {
             arithmetic: options.arithmetic,
             threads: options.threads,
+            device: options.device.clone(),
             ..EngineOptions::default()
         };
         let group = RankGroup::start(&checkpoint, &engine, limits)?;

@@ -106,7 +106,7 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
         let (hidden, eps, rows) = (*hidden, *eps, step.rows);
 
         b.embed(&weights.embed_tokens, weights.embed_rows.start, &mut f.x);
-        communicator.all_reduce(&mut f.x, rows * hidden)?;
+        communicator.all_reduce(b, &mut f.x, rows * hidden)?;
         for (i, (layer, cache)) in weights.layers.iter().zip(caches).enumerate() {
             let LayerWeights { input_layernorm, attention: a, post_attention_layernorm, ffn } = layer;
             match i {
@@ -115,7 +115,7 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
                 _ => b.add_rms_norm(&mut f.x, &f.y, rows, hidden, input_layernorm, eps, &mut f.h),
             }
             attention(b, a, rows, cache, f);
-            communicator.all_reduce(&mut f.y, rows * hidden)?;
+            communicator.all_reduce(b, &mut f.y, rows * hidden)?;
 
             b.add_rms_norm(&mut f.x, &f.y, rows, hidden, post_attention_layernorm, eps, &mut f.h);
             match ffn {
@@ -124,7 +124,7 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
                 }
                 FfnWeights::Moe(moe) => b.moe(moe, &f.h, rows, &mut f.moe, &mut f.y),
             }
-            communicator.all_reduce(&mut f.y, rows * hidden)?;
+            communicator.all_reduce(b, &mut f.y, rows * hidden)?;
         }
         if step.logit_rows == 0 {
             return Ok(());
