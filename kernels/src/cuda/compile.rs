@@ -28,6 +28,9 @@ pub const WEIGHT_TYPES: [Dtype; 14] = [
     Dtype::MXFP4,
 ];
 
+/// Shared memory that every supported GPU gives a block (compute capability 12.0; others give more).
+pub const SHARED_BYTES: usize = 99 << 10;
+
 /// One source with what makes it whole: a unit of compilation.
 #[derive(Clone, Debug)]
 pub struct Unit {
@@ -54,6 +57,15 @@ impl Unit {
     /// Every unit that there is.
     pub fn all() -> Vec<Self> {
         std::iter::once(Self::ops()).chain(WEIGHT_TYPES.map(Self::linear)).collect()
+    }
+
+    /// The most dynamic shared memory that a kernel of this unit is launched with; beyond 48 KiB it has to be asked for.
+    pub fn dynamic_shared_bytes(kernel: &str) -> usize {
+        match kernel {
+            // As large as a model's sizes ask for. A little is theirs statically.
+            "mla_store" | "attend" | "route" => SHARED_BYTES - 1024,
+            _ => 0,
+        }
     }
 
     /// The source with its headers.

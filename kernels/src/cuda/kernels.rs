@@ -20,8 +20,6 @@ const WARPS: usize = 8;
 const TOKENS: usize = 4;
 /// Blocks of element-wise kernels, whose threads take several elements beyond that.
 const MOST_BLOCKS: usize = 2048;
-/// Shared memory that every supported GPU gives a block.
-const SHARED_BYTES: usize = 99 << 10;
 
 fn grid(n: usize) -> u32 {
     u32::try_from(n).expect("a grid's side is bounded by the size of a step")
@@ -60,7 +58,7 @@ impl Linear {
     pub(super) fn new(stream: &Stream, dtype: Dtype) -> Result<Self, CudaError> {
         let device = stream.device();
         let module = Module::new(device, &Unit::linear(dtype).code(&architecture(device.capability()))?)?;
-        let kernel = |name| module.kernel(name, 0);
+        let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self {
             matvec: [kernel("matvec1")?, kernel("matvec2")?, kernel("matvec4")?, kernel("matvec8")?],
             expert_in: kernel("expert_in")?,
@@ -209,8 +207,7 @@ impl Ops {
     pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
         let device = stream.device();
         let module = Module::new(device, &Unit::ops().code(&architecture(device.capability()))?)?;
-        let kernel = |name| module.kernel(name, 0);
-        let large = |name| module.kernel(name, SHARED_BYTES - 1024);
+        let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self {
             rms_norm: kernel("rms_norm")?,
             add_rms_norm: kernel("add_rms_norm")?,
@@ -218,9 +215,9 @@ impl Ops {
             swiglu: kernel("swiglu")?,
             gather: kernel("gather")?,
             sum_parts: kernel("sum_parts")?,
-            mla_store: large("mla_store")?,
-            attend: large("attend")?,
-            route: large("route")?,
+            mla_store: kernel("mla_store")?,
+            attend: kernel("attend")?,
+            route: kernel("route")?,
         })
     }
 

@@ -4,7 +4,7 @@
 use super::CudaError;
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 /// Names the library, where the loader does not find it by itself.
@@ -14,6 +14,8 @@ pub const LIBRARY_VARIABLE: &str = "SHARDRUN_NVRTC";
 #[derive(Debug)]
 pub struct Nvrtc {
     library: Library,
+    /// Its own second library, which it looks up by name alone: one that is loaded already is found wherever it lies.
+    _builtins: Option<Library>,
     version: (i32, i32),
 }
 
@@ -43,7 +45,9 @@ impl Nvrtc {
             .ok_or(CudaError::NoCompiler { variable: LIBRARY_VARIABLE })
     }
 
-    fn open(path: PathBuf) -> Option<Self> {
+    /// The compiler in one library; `None` when that is none.
+    pub fn open(path: PathBuf) -> Option<Self> {
+        let builtins = builtins_beside(&path);
         // SAFETY: NVRTC's initialisers have no requirements.
         let library = unsafe { Library::new(path) }.ok()?;
         let (mut major, mut minor) = (0, 0);
@@ -55,7 +59,7 @@ impl Nvrtc {
         if unsafe { version.ok()?(&raw mut major, &raw mut minor) } != 0 {
             return None;
         }
-        Some(Self { library, version: (major, minor) })
+        Some(Self { library, _builtins: builtins, version: (major, minor) })
     }
 
     /// Major and minor.
@@ -176,6 +180,15 @@ impl Nvrtc {
         // SAFETY: callers name a function of NVRTC with the type that its headers have had since version 11.
         unsafe { self.library.get(name) }.map_err(|error| error.to_string())
     }
+}
+
+fn builtins_beside(path: &Path) -> Option<Library> {
+    let is_builtins = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnvrtc-builtins.so"))
+    };
+    let mut beside = std::fs::read_dir(path.parent()?).ok()?.filter_map(Result::ok).map(|entry| entry.path());
+    // SAFETY: NVRTC's own library has no initialisers with requirements.
+    unsafe { Library::new(beside.find(is_builtins)?) }.ok()
 }
 
 /// Where the library may be: the variable, the loader's folders, toolkits in their usual places.
