@@ -9,7 +9,9 @@ pub mod driver;
 mod error;
 mod kernels;
 pub mod nvrtc;
+pub mod peer;
 mod step;
+pub mod synthetic;
 mod weight;
 
 pub use error::CudaError;
@@ -152,6 +154,15 @@ impl Cuda {
         &self.stream
     }
 
+    /// Compiles what weights of these types need, all at the same time. What does not compile is said when a weight is made.
+    pub fn compile_for(device: &Device, dtypes: &[Dtype]) {
+        let mut types: Vec<Dtype> = dtypes.iter().map(|&dtype| stored_as(dtype)).collect();
+        types.sort_unstable();
+        types.dedup();
+        let units: Vec<_> = types.into_iter().map(compile::Unit::linear).collect();
+        compile::Unit::prepare(&units, &compile::architecture(device.capability()));
+    }
+
     /// Takes a weight that lies at `offset` of `arena`. Where its type has no kernel, `view` is converted and copied.
     ///
     /// # Errors
@@ -171,7 +182,7 @@ impl Cuda {
     }
 
     /// Compiles what the products of a type need.
-    fn prepare(&self, dtype: Dtype) -> Result<(), CudaError> {
+    pub(crate) fn prepare(&self, dtype: Dtype) -> Result<(), CudaError> {
         let linear = &self.linear[place(dtype)];
         if linear.get().is_none() {
             // Another thread of the same rank would have made the same.
@@ -292,6 +303,7 @@ impl Backend for Cuda {
     }
 
     fn begin_pass(&mut self, repeatable: bool) -> Pass {
+        let repeatable = repeatable && !self.stream.is_tracing();
         let Some(bucket) = self.step.bucket().filter(|_| repeatable) else { return Pass::Run };
         match &mut self.recordings[bucket] {
             Recording::Made(graph) => {
@@ -426,6 +438,14 @@ impl Backend for Cuda {
 
     fn gather_logit_rows(&mut self, x: &Buffer, width: usize, out: &mut Buffer) {
         self.ops.gather(&self.stream, x, &self.step, width, out);
+    }
+}
+
+/// What matrices of a type become.
+fn stored_as(dtype: Dtype) -> Dtype {
+    match storage(dtype, false) {
+        Storage::Own => dtype,
+        Storage::As(other) => other,
     }
 }
 

@@ -1,8 +1,8 @@
 //! Argument structs of the operations: what does not change from step to step, and what a batch is.
 
 use crate::Error;
-use formats::TensorView;
 use formats::config::{RopeConfig, RouterConfig};
+use formats::{Shape, TensorView};
 use std::ops::Range;
 
 /// One rank's share of multi-head latent attention.
@@ -76,11 +76,16 @@ pub struct MoeShape {
 
 /// A weight's dimensions as `[experts, rows, cols]`; those that it lacks are 1.
 pub(crate) fn dims_of(view: &TensorView) -> Result<[usize; 3], Error> {
+    dims(view.shape())
+}
+
+/// The same of a shape alone.
+pub(crate) fn dims(shape: &Shape) -> Result<[usize; 3], Error> {
     let refusal = || Error::WeightShape {
         expected: "1 to 3 dimensions that this machine can address",
-        found: view.shape().to_string(),
+        found: shape.to_string(),
     };
-    let given = view.shape().dims();
+    let given = shape.dims();
     let mut dims = [1; 3];
     let first = dims.len().checked_sub(given.len()).ok_or_else(refusal)?;
     for (dim, &given) in dims[first..].iter_mut().zip(given) {

@@ -1,5 +1,6 @@
 //! The command line.
 
+mod bench;
 mod generate;
 mod logits;
 mod serve;
@@ -8,7 +9,7 @@ use clap::builder::FalseyValueParser;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use indicatif::ProgressBar;
-use runtime::device::{Device, DeviceOptions, LoadMode, ordinals};
+use runtime::device::{CommunicatorChoice, Device, DeviceOptions, LoadMode, ordinals};
 use runtime::engine::{Arithmetic, Engine, EngineOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -27,13 +28,15 @@ const EXAMPLES: &str = "\
 Examples:
   shardrun serve ./glm-5                          OpenAI-compatible HTTP on 127.0.0.1:8000
   shardrun generate ./glm-5 --prompt 'What is 2+2?'
-  shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors";
+  shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors
+  shardrun bench ./glm-5 --device cuda";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(serve::Serve),
     Generate(generate::Generate),
     Logits(logits::Logits),
+    Bench(bench::Bench),
 }
 
 /// What ends a command.
@@ -92,6 +95,7 @@ pub(crate) fn run() -> Result<ExitCode, Error> {
         Command::Serve(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Logits(command) => command.run(),
+        Command::Bench(command) => command.run(),
     }
 }
 
@@ -104,7 +108,9 @@ fn refuse(error: &clap::Error) -> Result<ExitCode, Error> {
             Ok(ExitCode::SUCCESS)
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-            Err(Error::Usage("a command is missing: serve, generate or logits; see `shardrun --help`".into()))
+            Err(Error::Usage(
+                "a command is missing: serve, generate, logits or bench; see `shardrun --help`".into(),
+            ))
         }
         _ => {
             let cause = text.split("\n\n").next().unwrap_or_default();
@@ -168,6 +174,9 @@ struct DeviceArgs {
     /// How rank files are read on their way to a GPU: auto, buffered or direct
     #[arg(long, env = "SHARDRUN_LOAD_MODE", value_name = "MODE", default_value = "auto", value_parser = |text: &str| text.parse::<LoadMode>())]
     load_mode: LoadMode,
+    /// How ranks on GPUs add up: auto, local (all on one GPU) or peer (GPUs that write into each other's memory)
+    #[arg(long, env = "SHARDRUN_COMMUNICATOR", value_name = "KIND", default_value = "auto", value_parser = |text: &str| text.parse::<CommunicatorChoice>())]
+    communicator: CommunicatorChoice,
     /// Worker threads over all ranks [default: one for each core]
     #[arg(long, env = "SHARDRUN_THREADS", value_name = "N", value_parser = thread_count)]
     threads: Option<usize>,
@@ -192,6 +201,7 @@ impl DeviceArgs {
             device: self.device.clone(),
             shared: self.devices.as_ref().map_or_else(Vec::new, |list| list.0.clone()),
             load_mode: self.load_mode,
+            communicator: self.communicator,
         }
     }
 

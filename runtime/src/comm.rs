@@ -1,8 +1,10 @@
 //! How ranks add up their partial sums.
 
 mod gpu;
+mod peer;
 
 pub use gpu::SharedGpu;
+pub use peer::Peer;
 
 use kernels::{Backend, HostBuffer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};

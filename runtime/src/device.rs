@@ -14,6 +14,33 @@ pub struct DeviceOptions {
     pub shared: Vec<usize>,
     /// How rank files are read.
     pub load_mode: LoadMode,
+    /// How ranks on GPUs add up their sums.
+    pub communicator: CommunicatorChoice,
+}
+
+/// How ranks on GPUs add up their sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CommunicatorChoice {
+    /// Local when all ranks are on one GPU, peer otherwise.
+    #[default]
+    Auto,
+    /// Ranks on one GPU, in the order that the host gives.
+    Local,
+    /// GPUs that write into each other's memory.
+    Peer,
+}
+
+impl FromStr for CommunicatorChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "local" => Ok(Self::Local),
+            "peer" => Ok(Self::Peer),
+            _ => Err("expected auto, local or peer".to_owned()),
+        }
+    }
 }
 
 /// Processor or GPUs.

@@ -4,6 +4,7 @@
 //! `Model::forward` -> logits -> `Sampler` -> `server`. Nothing here knows GGUF or has an architecture's name in it.
 
 pub mod batch;
+pub mod bench;
 pub mod comm;
 pub mod device;
 pub mod dialect;

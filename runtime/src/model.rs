@@ -80,6 +80,11 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
         Ok(Self { backend, communicator, weights, caches, buffers, hidden, eps })
     }
 
+    /// Its device.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
     /// Vocabulary rows whose logits this rank computes.
     pub fn logit_rows(&self) -> Range<usize> {
         self.weights.logit_rows.clone()

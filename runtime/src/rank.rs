@@ -2,12 +2,12 @@
 
 use crate::Error;
 use crate::batch::Batch;
-use crate::comm::{Communicator, Local, SharedGpu};
-use crate::device::LoadMode;
+use crate::comm::{Communicator, Local, Peer, SharedGpu};
+use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
 use crate::load::load;
 use crate::model::Model;
-use crate::upload::{Digests, upload};
+use crate::upload::{Digests, LoadPlan, upload};
 use formats::checkpoint::{Checkpoint, RankShard};
 use formats::{Dtype, ModelConfig};
 use kernels::cpu::Cpu;
@@ -18,7 +18,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -69,6 +69,7 @@ impl RankGroup {
         let shards = (0..ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
         let gpus = options.device.open(ranks)?;
         let longest = limits.max_rows * config.hidden_size;
+        let stop = Arc::new(AtomicBool::new(false));
         let (ready_tx, ready) = sync_channel(ranks);
         let (results_tx, results) = sync_channel(ranks);
         let mut handles = Vec::with_capacity(ranks);
@@ -122,32 +123,61 @@ impl RankGroup {
                 }
                 let digests = if options.verify { Digests::Check } else { Digests::Skip };
                 let (mode, threads) = (options.device.load_mode, threads.clamp(2, 8));
-                let communicators = SharedGpu::group(&gpus[0], ranks, longest)?;
-                for (((rank, shard), communicator), gpu) in
-                    shards.into_iter().enumerate().zip(communicators).zip(gpus)
-                {
-                    let config = Arc::clone(&config);
-                    spawn(
-                        rank,
-                        Box::new(move |link| {
-                            link.run(|| {
-                                let backend = Cuda::new(&gpu)?;
-                                let load = LoadPlan { mode, digests, threads };
-                                on_gpu(backend, communicator, &shard, &config, limits, load)
-                            });
-                        }),
-                    )?;
+                let plan = LoadPlan { mode, digests, threads, stop: Arc::clone(&stop) };
+                let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
+                match options.device.communicator {
+                    CommunicatorChoice::Auto | CommunicatorChoice::Local if one => {
+                        let ends = SharedGpu::group(&gpus[0], ranks, longest)?;
+                        for (((rank, shard), gpu), end) in shards.into_iter().enumerate().zip(gpus).zip(ends)
+                        {
+                            let (config, plan) = (Arc::clone(&config), plan.clone());
+                            let make = move || on_gpu(Cuda::new(&gpu)?, end, &shard, &config, limits, &plan);
+                            spawn(rank, Box::new(|link| link.run(make)))?;
+                        }
+                    }
+                    CommunicatorChoice::Auto | CommunicatorChoice::Peer => {
+                        let ends = Peer::group(&gpus, longest)?;
+                        for (((rank, shard), gpu), end) in shards.into_iter().enumerate().zip(gpus).zip(ends)
+                        {
+                            let (config, plan) = (Arc::clone(&config), plan.clone());
+                            let make = move || {
+                                let mut backend = Cuda::new(&gpu)?;
+                                end.test(&mut backend)?;
+                                on_gpu(backend, end, &shard, &config, limits, &plan)
+                            };
+                            spawn(rank, Box::new(|link| link.run(make)))?;
+                        }
+                    }
+                    CommunicatorChoice::Local => {
+                        let expected = "one GPU for all ranks, with --devices".to_owned();
+                        let found = "several GPUs".to_owned();
+                        return Err(Error::Option { option: "--communicator local", expected, found });
+                    }
                 }
             }
         }
         drop(ready_tx);
-        for _ in 0..ranks {
-            let (rank, result) =
-                ready.recv().map_err(|_| Error::Stopped("a rank's thread ended while loading".to_owned()))?;
-            handles[rank].logit_rows = result?;
-        }
         let vocab_size = config.vocab_size;
-        Ok(Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size })
+        // From here on its end waits for the threads: a process must not go while some of them talk to a GPU.
+        let mut group =
+            Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size };
+        let mut failed = None;
+        for _ in 0..ranks {
+            let Ok((rank, result)) = ready.recv() else {
+                return Err(
+                    failed.unwrap_or(Error::Stopped("a rank's thread ended while loading".to_owned()))
+                );
+            };
+            match result {
+                Ok(rows) => group.ranks[rank].logit_rows = rows,
+                Err(error) => {
+                    stop.store(true, Ordering::Relaxed);
+                    // Those that stop because of it are not the cause.
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+        failed.map_or(Ok(group), Err)
     }
 
     /// Rows of the vocabulary.
@@ -283,25 +313,22 @@ fn on_host<B: Backend<Buffer = HostBuffer>>(
     Model::new(backend, communicator, weights, config, limits)
 }
 
-/// How a rank file gets onto a GPU.
-#[derive(Clone, Copy)]
-struct LoadPlan {
-    mode: LoadMode,
-    digests: Digests,
-    threads: usize,
-}
-
 /// A rank on a GPU: its weights are views of an arena there.
-fn on_gpu<C: Communicator<Cuda>>(
+pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     backend: Cuda,
     communicator: C,
     shard: &RankShard,
     config: &ModelConfig,
     limits: StepLimits,
-    plan: LoadPlan,
+    plan: &LoadPlan,
 ) -> Result<Model<Cuda, C>, Error> {
-    let done = AtomicU64::new(0);
-    let uploaded = upload(shard, backend.device(), plan.mode, plan.digests, plan.threads, &done)?;
+    let dtypes: Vec<Dtype> = shard.manifest().tensors.iter().map(|entry| entry.dtype).collect();
+    let uploaded = std::thread::scope(|scope| {
+        // Both take seconds, one the disk and the bus, the other processors.
+        let device = backend.device();
+        scope.spawn(move || Cuda::compile_for(device, &dtypes));
+        upload(shard, device, plan)
+    })?;
     let seconds = uploaded.elapsed.as_secs_f64();
     tracing::info!(
         "{}: {} bytes to GPU {} in {seconds:.2} s ({:.1} GB/s, {:?} reads)",

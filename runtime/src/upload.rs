@@ -15,7 +15,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 use std::fs::File;
 use std::io::IoSliceMut;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,39 +46,44 @@ pub struct Upload {
     pub mode: LoadMode,
 }
 
-/// Copies the data section of `shard` to `device`. `done` counts bytes as they are read.
+/// How a rank file gets onto a GPU.
+#[derive(Clone, Debug)]
+pub struct LoadPlan {
+    /// How it is read.
+    pub mode: LoadMode,
+    /// Whether its bytes are checked.
+    pub digests: Digests,
+    /// Threads that read it.
+    pub threads: usize,
+    /// Set when another rank has failed: nobody needs this one then.
+    pub stop: Arc<AtomicBool>,
+}
+
+/// Copies the data section of `shard` to `device`.
 ///
 /// # Errors
 /// [`Error`] naming the file, and chunk and tensors when a digest is wrong.
-pub fn upload(
-    shard: &RankShard,
-    device: &Arc<Device>,
-    mode: LoadMode,
-    digests: Digests,
-    threads: usize,
-    done: &AtomicU64,
-) -> Result<Upload, Error> {
+pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Result<Upload, Error> {
     let started = Instant::now();
     let manifest = shard.manifest();
     let bytes = usize::try_from(manifest.bytes - manifest.data_start).unwrap_or(usize::MAX);
     let what = format!("the weights in {}", shard.path().display());
     let arena = Arc::new(Memory::new(device, bytes, &what).map_err(kernels::Error::from)?);
-    let source = Source::open(shard, mode)?;
+    let source = Source::open(shard, plan.mode)?;
     let chunks = manifest.chunks.len();
     let job = Job {
         shard,
         device,
         arena: &arena,
         source: &source,
-        digests,
+        plan,
         chunk_bytes: CHUNK_BYTES.min(manifest.bytes.next_multiple_of(SECTOR)),
         next: AtomicUsize::new(0),
         failed: AtomicBool::new(false),
         fault: Mutex::new(None),
-        done,
     };
     std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, MOST_THREADS).min(chunks) {
+        for _ in 0..plan.threads.clamp(1, MOST_THREADS).min(chunks) {
             scope.spawn(|| job.work(chunks));
         }
     });
@@ -93,13 +98,12 @@ struct Job<'a> {
     device: &'a Arc<Device>,
     arena: &'a Arc<Memory>,
     source: &'a Source,
-    digests: Digests,
+    plan: &'a LoadPlan,
     chunk_bytes: u64,
     next: AtomicUsize,
     failed: AtomicBool,
     /// Of the first chunk that failed, so that two runs say the same.
     fault: Mutex<Option<(usize, Error)>>,
-    done: &'a AtomicU64,
 }
 
 impl Job<'_> {
@@ -124,6 +128,9 @@ impl Job<'_> {
         let mut pieces = [staging()?, staging()?];
         for turn in (0..2).cycle() {
             let chunk = self.next.fetch_add(1, Ordering::Relaxed);
+            if self.plan.stop.load(Ordering::Relaxed) {
+                return Err(Error::Stopped("another rank could not be loaded".to_owned()));
+            }
             if chunk >= chunks || self.failed.load(Ordering::Relaxed) {
                 break;
             }
@@ -143,7 +150,7 @@ impl Job<'_> {
             path: self.shard.path().to_owned(),
             why: format!("cannot read: {error}"),
         })?;
-        if self.digests == Digests::Check
+        if self.plan.digests == Digests::Check
             && chunk_digest(&bytes[..len], range.start, manifest.bytes) != manifest.chunks[chunk]
         {
             return Err(self.shard.damaged_chunk(chunk).into());
@@ -151,7 +158,6 @@ impl Job<'_> {
         let header = usize::try_from(manifest.data_start.saturating_sub(range.start)).unwrap_or(len).min(len);
         let to = (range.start + header as u64).saturating_sub(manifest.data_start);
         piece.send(header, len - header, stream, self.arena, usize::try_from(to).unwrap_or(usize::MAX));
-        self.done.fetch_add(len as u64, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use super::CudaError;
 use super::nvrtc::{Nvrtc, Source};
 use formats::{Digest, Dtype};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -31,6 +31,9 @@ pub const WEIGHT_TYPES: [Dtype; 14] = [
 /// Shared memory that every supported GPU gives a block (compute capability 12.0; others give more).
 pub const SHARED_BYTES: usize = 99 << 10;
 
+/// One unit's machine code, once it is there.
+type Slot = Mutex<Option<Arc<Vec<u8>>>>;
+
 /// One source with what makes it whole: a unit of compilation.
 #[derive(Clone, Debug)]
 pub struct Unit {
@@ -48,6 +51,16 @@ impl Unit {
         Self { name: "ops.cu", text: include_str!("../../cu/ops.cu"), defines: Vec::new() }
     }
 
+    /// Sums over GPUs.
+    pub fn peer() -> Self {
+        Self { name: "peer.cu", text: include_str!("../../cu/peer.cu"), defines: Vec::new() }
+    }
+
+    /// Random weights.
+    pub fn synthetic() -> Self {
+        Self { name: "synthetic.cu", text: include_str!("../../cu/synthetic.cu"), defines: Vec::new() }
+    }
+
     /// Products with one type of weights.
     pub fn linear(dtype: Dtype) -> Self {
         let defines = vec![format!("-DTYPE={}", dtype.name())];
@@ -56,7 +69,10 @@ impl Unit {
 
     /// Every unit that there is.
     pub fn all() -> Vec<Self> {
-        std::iter::once(Self::ops()).chain(WEIGHT_TYPES.map(Self::linear)).collect()
+        [Self::ops(), Self::peer(), Self::synthetic()]
+            .into_iter()
+            .chain(WEIGHT_TYPES.map(Self::linear))
+            .collect()
     }
 
     /// The most dynamic shared memory that a kernel of this unit is launched with; beyond 48 KiB it has to be asked for.
@@ -85,13 +101,14 @@ impl Unit {
     /// # Errors
     /// [`CudaError::NoCompiler`] or [`CudaError::Compile`].
     pub fn code(&self, architecture: &str) -> Result<Arc<Vec<u8>>, CudaError> {
-        static CODE: Mutex<Option<HashMap<Digest, Arc<Vec<u8>>>>> = Mutex::new(None);
+        static CODE: Mutex<BTreeMap<String, Arc<Slot>>> = Mutex::new(BTreeMap::new());
         let nvrtc = Nvrtc::load()?;
-        let key = self.key(architecture, nvrtc.version());
+        let key = self.key(architecture, nvrtc.version()).to_string();
+        let slot =
+            Arc::clone(CODE.lock().unwrap_or_else(PoisonError::into_inner).entry(key.clone()).or_default());
         // Held while compiling: ranks want the same units at the same time, and one of them is enough.
-        let mut code = CODE.lock().unwrap_or_else(PoisonError::into_inner);
-        let code = code.get_or_insert_default();
-        if let Some(code) = code.get(&key) {
+        let mut code = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(code) = &*code {
             return Ok(Arc::clone(code));
         }
         let file = folder().map(|folder| folder.join(format!("{key}.cubin")));
@@ -106,9 +123,16 @@ impl Unit {
                 made
             }
         };
-        let made = Arc::new(made);
-        code.insert(key, Arc::clone(&made));
-        Ok(made)
+        Ok(Arc::clone(code.insert(Arc::new(made))))
+    }
+
+    /// Compiles several units at the same time, so that [`Unit::code`] finds them. What does not compile is said there.
+    pub fn prepare(units: &[Self], architecture: &str) {
+        std::thread::scope(|scope| {
+            for unit in units {
+                scope.spawn(|| unit.code(architecture).is_ok());
+            }
+        });
     }
 
     /// Everything that the machine code depends on.

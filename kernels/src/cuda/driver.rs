@@ -9,7 +9,7 @@ mod stream;
 
 pub use module::{Kernel, Module};
 pub use staging::Staging;
-pub use stream::{Event, Graph, Launch, Stream};
+pub use stream::{Cost, Event, Graph, Launch, Stream, Timing};
 
 use super::CudaError;
 use cudarc::driver::sys;

@@ -60,7 +60,7 @@ pub enum CudaError {
     },
     /// Two GPUs that cannot read each other's memory.
     #[error(
-        "GPU {from} cannot reach the memory of GPU {to}: expected peer-to-peer access; check `nvidia-smi topo -p2p r`, ACS and IOMMU settings, or use --communicator nccl"
+        "GPU {from} cannot reach the memory of GPU {to}: expected peer-to-peer access; check `nvidia-smi topo -p2p r`, ACS and IOMMU settings"
     )]
     NoPeerAccess {
         /// The one that reads.

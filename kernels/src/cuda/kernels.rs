@@ -5,7 +5,7 @@
 )]
 
 use super::compile::{Unit, architecture};
-use super::driver::{Kernel, Launch, Module, Stream};
+use super::driver::{Cost, Kernel, Launch, Module, Stream};
 use super::{Buffer, Cache, CudaError, StepMemory, Weight};
 use crate::shape::{MlaShape, MoeShape};
 use formats::Dtype;
@@ -29,14 +29,23 @@ fn int(n: usize) -> i32 {
     i32::try_from(n).expect("a model's sizes are below 2^31")
 }
 
-/// Puts a kernel into a stream: grid, threads, bytes of shared memory; arguments of exactly its parameter types.
+/// Puts a kernel into a stream: grid, threads, bytes of shared memory, bytes of weights and cache that it has to read; arguments of
+/// exactly its parameter types.
 ///
 /// Expands to an unsafe call; the caller says why it may.
 macro_rules! launch {
     ($stream:expr, $kernel:expr, [$x:expr, $y:expr, $z:expr], $threads:expr, $shared:expr; $($argument:expr),+ $(,)?) => {
+        launch!($stream, $kernel, [$x, $y, $z], $threads, $shared, Cost::default(); $($argument),+)
+    };
+    ($stream:expr, $kernel:expr, [$x:expr, $y:expr, $z:expr], $threads:expr, $shared:expr, $cost:expr; $($argument:expr),+ $(,)?) => {
         $stream.launch(
             &$kernel,
-            Launch { grid: [grid($x), grid($y), grid($z)], threads: grid($threads), shared_bytes: grid($shared) },
+            Launch {
+                grid: [grid($x), grid($y), grid($z)],
+                threads: grid($threads),
+                shared_bytes: grid($shared),
+                cost: $cost,
+            },
             &mut [$(from_mut(&mut { $argument }).cast()),+],
         )
     };
@@ -81,7 +90,7 @@ impl Linear {
         };
         // SAFETY: a warp for each of `rows` rows of the weight, columns below `cols`, tokens below `tokens`: checked above.
         unsafe {
-            launch!(stream, *kernel, [w.rows.div_ceil(WARPS), tokens.div_ceil(each), 1], THREADS, 0;
+            launch!(stream, *kernel, [w.rows.div_ceil(WARPS), tokens.div_ceil(each), 1], THREADS, 0, w.cost(w.rows);
                 w.address, x.address(), out.address(), int(w.rows), int(w.cols), int(tokens));
         }
     }
@@ -102,7 +111,7 @@ impl Linear {
         out.holds(rows * k * w.rows);
         // SAFETY: rows of local experts only, which the kernel checks; sizes as checked above.
         unsafe {
-            launch!(stream, self.expert_in, [w.rows.div_ceil(WARPS), k, rows], THREADS, 0;
+            launch!(stream, self.expert_in, [w.rows.div_ceil(WARPS), k, rows], THREADS, 0, w.cost(w.rows * visited(w, k * rows));
                 w.address, x.address(), choice.address(), out.address(), int(w.rows), int(w.cols), int(k),
                 int(shape.local_experts.start), int(w.experts));
         }
@@ -124,7 +133,7 @@ impl Linear {
         out.holds(rows * w.rows);
         // SAFETY: as in `expert_in`.
         unsafe {
-            launch!(stream, self.expert_out, [w.rows.div_ceil(WARPS), rows, 1], THREADS, 0;
+            launch!(stream, self.expert_out, [w.rows.div_ceil(WARPS), rows, 1], THREADS, 0, w.cost(w.rows * visited(w, k * rows));
                 w.address, h.address(), choice.address(), out.address(), int(w.rows), int(w.cols), int(k),
                 int(shape.local_experts.start), int(w.experts));
         }
@@ -143,7 +152,7 @@ impl Linear {
         let first_row = u32::try_from(first_row).expect("a vocabulary is below 2^32");
         // SAFETY: the kernel reads rows inside the table only, and a token for each of the step's rows.
         unsafe {
-            launch!(stream, self.embed, [table.cols.div_ceil(8 * THREADS), rows, 1], THREADS, 0;
+            launch!(stream, self.embed, [table.cols.div_ceil(8 * THREADS), rows, 1], THREADS, 0, table.cost(rows);
                 table.address, step.tokens(), out.address(), int(table.rows), int(table.cols), first_row);
         }
     }
@@ -162,7 +171,7 @@ impl Linear {
         out.holds(rows * shape.heads * shape.cache_width());
         // SAFETY: `kv_b` has the shape's rows and columns, which the caller checked; buffers as checked above.
         unsafe {
-            launch!(stream, self.absorb, [shape.heads, rows.div_ceil(TOKENS), 1], THREADS, 0;
+            launch!(stream, self.absorb, [shape.heads, rows.div_ceil(TOKENS), 1], THREADS, 0, kv_b.cost(shape.heads * shape.nope);
                 kv_b.address, q.address(), out.address(), int(shape.heads), int(shape.nope), int(shape.rope),
                 int(shape.v), int(shape.kv_lora), int(rows));
         }
@@ -182,7 +191,7 @@ impl Linear {
         out.holds(rows * shape.out_width());
         // SAFETY: as in `absorb`.
         unsafe {
-            launch!(stream, self.project, [shape.v.div_ceil(WARPS), shape.heads, rows.div_ceil(TOKENS)], THREADS, 0;
+            launch!(stream, self.project, [shape.v.div_ceil(WARPS), shape.heads, rows.div_ceil(TOKENS)], THREADS, 0, kv_b.cost(shape.heads * shape.v);
                 kv_b.address, latents.address(), out.address(), int(shape.heads), int(shape.nope), int(shape.v),
                 int(shape.kv_lora), int(rows));
         }
@@ -359,9 +368,10 @@ impl Ops {
         out.holds(rows * shape.heads * shape.kv_lora);
         assert_eq!(cache.width, shape.cache_width(), "width of the cache");
         step.fits(cache);
+        let read = Cost { bytes: (step.cached() * shape.cache_width() * 2) as u64, weight: None };
         // SAFETY: the step's blocks are inside the cache and reach to its rows' positions, which `fits` checked.
         unsafe {
-            launch!(stream, self.attend, [shape.heads, rows, 1], THREADS, (shape.cache_width() + shape.kv_lora) * 4;
+            launch!(stream, self.attend, [shape.heads, rows, 1], THREADS, (shape.cache_width() + shape.kv_lora) * 4, read;
                 queries.address(), cache.address(), out.address(), step.positions(), step.tables(), step.blocks(),
                 int(shape.heads), int(shape.kv_lora), int(shape.rope), shape.softmax_scale);
         }
@@ -390,6 +400,11 @@ impl Ops {
                 router.routed_scaling_factor);
         }
     }
+}
+
+/// Experts that so many visits read at most.
+fn visited(w: &Weight, visits: usize) -> usize {
+    visits.min(w.experts)
 }
 
 /// Threads for a row of `width`, the same for any number of rows.

@@ -27,6 +27,8 @@ pub(super) struct StepMemory {
     bucket: Option<usize>,
     /// One more than the largest slot that the step touches.
     slots_end: usize,
+    /// Positions that all sequences have together.
+    cached: usize,
 }
 
 /// The lists that have one number for each row.
@@ -48,6 +50,7 @@ impl StepMemory {
             rows: StepRows { rows: 0, logit_rows: 0 },
             bucket: None,
             slots_end: 0,
+            cached: 0,
         })
     }
 
@@ -138,11 +141,17 @@ impl StepMemory {
             }
             end = end.max((spare + 1) * BLOCK_TOKENS);
         }
+        self.cached = step.spans().map(|span| span.cached + span.rows.len()).sum();
         self.slots_end = if self.rows.rows == 0 { 0 } else { end };
     }
 
     pub(super) fn rows(&self) -> StepRows {
         self.rows
+    }
+
+    /// Positions in the cache that the step attends to.
+    pub(super) fn cached(&self) -> usize {
+        self.cached
     }
 
     /// Which of [`BUCKETS`] the step is, if any.

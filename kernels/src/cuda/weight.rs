@@ -1,10 +1,10 @@
 //! Weights on a device: views of an arena, or memory of their own.
 
 use super::compile::WEIGHT_TYPES;
-use super::driver::{Memory, Stream};
+use super::driver::{Cost, Memory, Stream};
 use crate::Error;
-use crate::shape::dims_of;
-use formats::{Dtype, TensorView, quant};
+use crate::shape::{dims, dims_of};
+use formats::{Dtype, Shape, TensorView, quant};
 use std::sync::Arc;
 
 /// A weight in the checkpoint's own blocks. Where that type has no kernel it is BF16, and vectors are F32.
@@ -79,6 +79,18 @@ impl Weight {
         let memory = Arc::new(Memory::new(stream.device(), bytes.len(), "a weight")?);
         stream.write(&memory, 0, bytes);
         Ok(Self { dtype, experts, rows, cols, address: memory.address(), _memory: memory })
+    }
+
+    /// A weight that was made on the device: `memory` holds it, in a type with kernels.
+    pub(super) fn made(dtype: Dtype, shape: &Shape, memory: Arc<Memory>) -> Result<Self, Error> {
+        let [experts, rows, cols] = dims(shape)?;
+        Ok(Self { dtype, experts, rows, cols, address: memory.address(), _memory: memory })
+    }
+
+    /// What reading `rows` rows costs.
+    pub(super) fn cost(&self, rows: usize) -> Cost {
+        let row = self.cols / self.dtype.block_len() * self.dtype.block_bytes();
+        Cost { bytes: (rows * row) as u64, weight: Some((self.dtype, self.rows, self.cols)) }
     }
 
     /// A vector's values.

@@ -4,9 +4,11 @@ use super::{Device, Memory, check};
 use crate::cuda::CudaError;
 use crate::cuda::driver::Kernel;
 use cudarc::driver::sys;
+use formats::Dtype;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A queue of work of one device. The first fault of anything that went into it stays.
 #[derive(Debug)]
@@ -14,6 +16,28 @@ pub struct Stream {
     device: Arc<Device>,
     pub(super) raw: sys::CUstream,
     fault: Mutex<Option<CudaError>>,
+    tracing: AtomicBool,
+    trace: Mutex<Vec<Traced>>,
+}
+
+/// A kernel's run, by the events around it.
+#[derive(Debug)]
+struct Traced {
+    name: &'static str,
+    cost: Cost,
+    start: Event,
+    end: Event,
+}
+
+/// What a kernel took.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// The kernel.
+    pub name: &'static str,
+    /// What it had to read.
+    pub cost: Cost,
+    /// How long it ran, with its start.
+    pub milliseconds: f32,
 }
 
 // SAFETY: as for `Device`.
@@ -34,17 +58,53 @@ impl Stream {
         check(unsafe { sys::cuStreamCreate(raw.as_mut_ptr(), flags) }, "cuStreamCreate")?;
         // SAFETY: written above.
         let raw = unsafe { raw.assume_init() };
-        Ok(Arc::new(Self { device: Arc::clone(device), raw, fault: Mutex::new(None) }))
+        Ok(Arc::new(Self {
+            device: Arc::clone(device),
+            raw,
+            fault: Mutex::new(None),
+            tracing: AtomicBool::new(false),
+            trace: Mutex::default(),
+        }))
+    }
+
+    /// From now on every kernel is timed, which costs time.
+    pub fn start_trace(&self) {
+        self.lock_trace().clear();
+        self.tracing.store(true, Ordering::Relaxed);
+    }
+
+    /// What ran since [`Stream::start_trace`], in order.
+    ///
+    /// # Errors
+    /// The device's fault.
+    pub fn end_trace(&self) -> Result<Vec<Timing>, CudaError> {
+        self.tracing.store(false, Ordering::Relaxed);
+        self.finish()?;
+        let traced = std::mem::take(&mut *self.lock_trace());
+        let timing = |Traced { name, cost, start, end }| {
+            Ok(Timing { name, cost, milliseconds: Event::milliseconds_since(&end, &start)? })
+        };
+        traced.into_iter().map(timing).collect()
+    }
+
+    /// Whether kernels are being timed.
+    pub fn is_tracing(&self) -> bool {
+        self.tracing.load(Ordering::Relaxed)
+    }
+
+    fn lock_trace(&self) -> MutexGuard<'_, Vec<Traced>> {
+        self.trace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn event(&self) -> Option<Event> {
+        let event = self.record(Event::new(&self.device))?;
+        event.record(self);
+        Some(event)
     }
 
     /// Whose it is.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
-    }
-
-    /// The handle, for libraries that queue work of their own.
-    pub(in crate::cuda) fn raw(&self) -> *mut c_void {
-        self.raw.cast()
     }
 
     /// Keeps the first fault.
@@ -132,6 +192,7 @@ impl Stream {
         if x == 0 || y == 0 || z == 0 {
             return;
         }
+        let start = if self.is_tracing() { self.event() } else { None };
         // SAFETY: the caller's promises about kernel and arguments.
         let launched = unsafe {
             sys::cuLaunchKernel(
@@ -149,6 +210,11 @@ impl Stream {
             )
         };
         self.record(check(launched, kernel.name));
+        if let Some(start) = start
+            && let Some(end) = self.event()
+        {
+            self.lock_trace().push(Traced { name: kernel.name, cost: shape.cost, start, end });
+        }
     }
 
     /// Begins to record instead of running.
@@ -204,6 +270,17 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
+    /// What it has to read, for whoever counts that.
+    pub cost: Cost,
+}
+
+/// What a kernel has to read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Cost {
+    /// Bytes of weights and cache.
+    pub bytes: u64,
+    /// Type, rows and columns of the weight, if there is one.
+    pub weight: Option<(Dtype, usize, usize)>,
 }
 
 /// A point in a stream.
