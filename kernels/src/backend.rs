@@ -10,7 +10,7 @@ use std::ops::Range;
 ///
 /// Activations are f32, row-major, one row per token of the step; every operation works on the first `rows` rows.
 /// A product's result for one row does not depend on which other rows are in the step, so an answer is the same
-/// alone and under load. Buffers of wrong length are mistakes of the caller and panic.
+/// alone and under load; on a GPU it may depend on whether they are few or many. Buffers of wrong length are mistakes of the caller and panic.
 ///
 /// A step begins with [`Backend::begin_step`], which is the only place where anything about it is handed over; operations may
 /// return before they are done, and a fault of the device shows at [`Backend::finish`].

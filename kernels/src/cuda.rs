@@ -3,6 +3,9 @@
 //! Kernels are CUDA C++ under `kernels/cu`, compiled by NVRTC for the GPU that is there and kept in a cache on the disk. All
 //! work of a rank goes through one stream. A step's tokens, positions and tables lie at fixed addresses, so that the work of
 //! a decoding step can be recorded once for each size and repeated as a graph.
+//!
+//! Up to 16 tokens are multiplied with f32 activations as they are; more go through tensor cores, where weights and activations
+//! are rounded to f16 (the router's stay f32).
 
 pub mod compile;
 pub mod driver;
@@ -10,6 +13,7 @@ mod error;
 mod kernels;
 pub mod nvrtc;
 pub mod peer;
+mod prefill;
 mod step;
 pub mod synthetic;
 mod weight;
@@ -19,10 +23,11 @@ pub use weight::Weight;
 
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::{BLOCK_TOKENS, Step};
-use crate::{Backend, Error, ExpertWeights, Pass, StepLimits, StepRows};
+use crate::{Backend, Error, ExpertWeights, MlpWeights, Pass, StepLimits, StepRows};
 use driver::{Device, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
 use kernels::{Linear, Ops};
+use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use step::{BUCKETS, StepMemory};
@@ -38,6 +43,9 @@ pub struct Cuda {
     ops: Ops,
     /// By the place in [`compile::WEIGHT_TYPES`]; compiled when the first weight of the type comes.
     linear: [OnceLock<Linear>; compile::WEIGHT_TYPES.len()],
+    /// The same for many tokens.
+    gemm: [OnceLock<Gemm>; compile::WEIGHT_TYPES.len()],
+    rows: RowKernels,
     step: StepMemory,
     scratch: Scratch,
     /// Rotary tables by their values.
@@ -56,6 +64,9 @@ struct Scratch {
     latents: Buffer,
     /// `[T, K, intermediate]`, twice
     visits: [Buffer; 2],
+    /// A product's input, for many tokens.
+    halves: Halves,
+    groups: Groups,
 }
 
 /// What is known of the steps of one size.
@@ -135,8 +146,16 @@ impl Cuda {
         Ok(Self {
             ops: Ops::new(&stream)?,
             linear: [const { OnceLock::new() }; compile::WEIGHT_TYPES.len()],
+            gemm: [const { OnceLock::new() }; compile::WEIGHT_TYPES.len()],
+            rows: RowKernels::new(&stream)?,
             step: StepMemory::new(device)?,
-            scratch: Scratch { queries: buffer()?, latents: buffer()?, visits: [buffer()?, buffer()?] },
+            scratch: Scratch {
+                queries: buffer()?,
+                latents: buffer()?,
+                visits: [buffer()?, buffer()?],
+                halves: Halves { values: buffer()?, scales: buffer()? },
+                groups: Groups { order: buffer()?, tiles: buffer()?, sums: buffer()? },
+            },
             rotary: Vec::new(),
             recordings: Default::default(),
             recording: None,
@@ -159,7 +178,7 @@ impl Cuda {
         let mut types: Vec<Dtype> = dtypes.iter().map(|&dtype| stored_as(dtype)).collect();
         types.sort_unstable();
         types.dedup();
-        let units: Vec<_> = types.into_iter().map(compile::Unit::linear).collect();
+        let units: Vec<_> = types.into_iter().flat_map(compile::Unit::of_weights).collect();
         compile::Unit::prepare(&units, &compile::architecture(device.capability()));
     }
 
@@ -183,16 +202,77 @@ impl Cuda {
 
     /// Compiles what the products of a type need.
     pub(crate) fn prepare(&self, dtype: Dtype) -> Result<(), CudaError> {
-        let linear = &self.linear[place(dtype)];
+        let (linear, gemm) = (&self.linear[place(dtype)], &self.gemm[place(dtype)]);
         if linear.get().is_none() {
             // Another thread of the same rank would have made the same.
             let _ = linear.set(Linear::new(&self.stream, dtype)?);
+            if dtype != Dtype::F32 {
+                let _ = gemm.set(Gemm::new(&self.stream, dtype)?);
+            }
         }
         Ok(())
     }
 
     fn linear(&self, weight: &Weight) -> &Linear {
         self.linear[place(weight.dtype)].get().expect("kernels are compiled when their first weight is made")
+    }
+
+    /// The kernels for so many tokens, if there are other ones.
+    fn gemm(&self, weight: &Weight, rows: usize) -> Option<&Gemm> {
+        let addressable = weight.cost(weight.rows).bytes <= u64::from(u32::MAX);
+        self.gemm[place(weight.dtype)].get().filter(|_| rows >= MANY && addressable)
+    }
+
+    /// Makes room for the input of products of many tokens.
+    fn grow_halves(&mut self, rows: usize, width: usize) -> bool {
+        self.grow(|scratch| &mut scratch.halves.values, rows * stride(width) / 2)
+            && self.grow(|scratch| &mut scratch.halves.scales, rows)
+    }
+
+    /// Products of many tokens with weights that all have kernels for that.
+    fn products(&mut self, w: &[&Weight], x: &Buffer, rows: usize, out: &mut [&mut Buffer]) {
+        let width = w[0].cols;
+        if !self.grow_halves(rows, width) {
+            return;
+        }
+        self.rows.to_half(&self.stream, x, rows, width, &self.scratch.halves);
+        for (w, out) in w.iter().zip(out) {
+            assert_eq!(w.cols, width, "products of one input");
+            if let Some(gemm) = self.gemm(w, rows) {
+                gemm.product(&self.stream, w, &self.scratch.halves, rows, out);
+            }
+        }
+    }
+
+    /// Experts of many tokens: visits are grouped, so that an expert's weights are read once for all of them.
+    fn experts_of_many(
+        &mut self,
+        shape: &MoeShape,
+        experts: &ExpertWeights<Weight>,
+        [x, choice, out]: [&Buffer; 3],
+        rows: usize,
+    ) {
+        let (k, local) = (shape.num_experts_per_tok, shape.local_experts.len());
+        let visits = rows * k;
+        let grown = self.grow(|scratch| &mut scratch.groups.order, visits)
+            && self.grow(|scratch| &mut scratch.groups.tiles, Groups::tiles_len(visits, local))
+            && self.grow(|scratch| &mut scratch.groups.sums, visits * shape.hidden)
+            && self.grow_halves(rows, shape.hidden)
+            && self.grow_halves(visits, shape.intermediate);
+        if !grown {
+            return;
+        }
+        let Scratch { visits: [inner, other], halves, groups, .. } = &self.scratch;
+        let (stream, kernels) = (&self.stream, &self.rows);
+        let gemm = |w| self.gemm(w, rows).expect("the caller has looked");
+        kernels.group(stream, shape, choice, rows, groups);
+        kernels.to_half(stream, x, rows, shape.hidden, halves);
+        gemm(&experts.gate).experts(stream, &experts.gate, halves, groups, visits, k, inner);
+        gemm(&experts.up).experts(stream, &experts.up, halves, groups, visits, k, other);
+        // Visits of other ranks' experts have no meaning here and are not summed.
+        kernels.swiglu_to_half(stream, [inner, other], visits, shape.intermediate, halves);
+        gemm(&experts.down).experts(stream, &experts.down, halves, groups, visits, 1, &groups.sums);
+        kernels.sum_visits(stream, shape, groups, choice, rows, out);
     }
 
     /// Recorded work leads to memory that is no more.
@@ -359,7 +439,43 @@ impl Backend for Cuda {
     }
 
     fn matmul(&mut self, w: &Weight, x: &Buffer, rows: usize, out: &mut Buffer) {
+        if self.gemm(w, rows).is_some() {
+            return self.products(&[w], x, rows, &mut [out]);
+        }
         self.linear(w).matmul(&self.stream, w, x, rows, out);
+    }
+
+    fn matmul_pair(&mut self, w: [&Weight; 2], x: &Buffer, rows: usize, out: [&mut Buffer; 2]) {
+        if w.iter().all(|w| self.gemm(w, rows).is_some()) {
+            let [first, second] = out;
+            return self.products(&w, x, rows, &mut [first, second]);
+        }
+        for (w, out) in w.into_iter().zip(out) {
+            self.matmul(w, x, rows, out);
+        }
+    }
+
+    fn mlp(
+        &mut self,
+        mlp: &MlpWeights<Weight>,
+        x: &Buffer,
+        rows: usize,
+        scratch: [&mut Buffer; 2],
+        out: &mut Buffer,
+    ) {
+        let [gate, up] = scratch;
+        self.matmul_pair([&mlp.gate_proj, &mlp.up_proj], x, rows, [gate, up]);
+        if self.gemm(&mlp.down_proj, rows).is_none() {
+            self.swiglu(gate, up, rows, mlp.width);
+            return self.matmul(&mlp.down_proj, gate, rows, out);
+        }
+        if self.grow_halves(rows, mlp.width) {
+            let halves = &self.scratch.halves;
+            self.rows.swiglu_to_half(&self.stream, [gate, up], rows, mlp.width, halves);
+            if let Some(gemm) = self.gemm(&mlp.down_proj, rows) {
+                gemm.product(&self.stream, &mlp.down_proj, halves, rows, out);
+            }
+        }
     }
 
     fn swiglu(&mut self, gate: &mut Buffer, up: &Buffer, rows: usize, width: usize) {
@@ -429,6 +545,9 @@ impl Backend for Cuda {
             return;
         }
         let ExpertWeights { gate, up, down } = experts;
+        if [gate, up, down].iter().all(|w| self.gemm(w, rows).is_some()) {
+            return self.experts_of_many(shape, experts, [x, choice, out], rows);
+        }
         let (stream, [inner, other]) = (&self.stream, &self.scratch.visits);
         self.linear(gate).expert_in(stream, shape, gate, [x, choice, inner], rows);
         self.linear(up).expert_in(stream, shape, up, [x, choice, other], rows);

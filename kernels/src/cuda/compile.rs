@@ -67,12 +67,30 @@ impl Unit {
         Self { name: "linear.cu", text: include_str!("../../cu/linear.cu"), defines }
     }
 
+    /// Products of many tokens with one type of weights; F32 has none.
+    pub fn gemm(dtype: Dtype) -> Self {
+        let defines = vec![format!("-DTYPE={}", dtype.name())];
+        Self { name: "gemm.cu", text: include_str!("../../cu/gemm.cu"), defines }
+    }
+
+    /// What those need around them.
+    pub fn rows() -> Self {
+        Self { name: "rows.cu", text: include_str!("../../cu/rows.cu"), defines: Vec::new() }
+    }
+
     /// Every unit that there is.
     pub fn all() -> Vec<Self> {
-        [Self::ops(), Self::peer(), Self::synthetic()]
-            .into_iter()
-            .chain(WEIGHT_TYPES.map(Self::linear))
-            .collect()
+        let of_types = WEIGHT_TYPES.into_iter().flat_map(Self::of_weights);
+        [Self::ops(), Self::rows(), Self::peer(), Self::synthetic()].into_iter().chain(of_types).collect()
+    }
+
+    /// The units that weights of a type need.
+    pub fn of_weights(dtype: Dtype) -> Vec<Self> {
+        // The router is F32 and stays so: a rounded product could choose another expert.
+        match dtype {
+            Dtype::F32 => vec![Self::linear(dtype)],
+            _ => vec![Self::linear(dtype), Self::gemm(dtype)],
+        }
     }
 
     /// The most dynamic shared memory that a kernel of this unit is launched with; beyond 48 KiB it has to be asked for.
@@ -80,6 +98,8 @@ impl Unit {
         match kernel {
             // As large as a model's sizes ask for. A little is theirs statically.
             "mla_store" | "attend" | "route" => SHARED_BYTES - 1024,
+            // Two stages of two tiles of 128 x 64 f16.
+            "gemm" | "gemm_experts" => 64 << 10,
             _ => 0,
         }
     }

@@ -21,11 +21,11 @@ const TOKENS: usize = 4;
 /// Blocks of element-wise kernels, whose threads take several elements beyond that.
 const MOST_BLOCKS: usize = 2048;
 
-fn grid(n: usize) -> u32 {
+pub(super) fn grid(n: usize) -> u32 {
     u32::try_from(n).expect("a grid's side is bounded by the size of a step")
 }
 
-fn int(n: usize) -> i32 {
+pub(super) fn int(n: usize) -> i32 {
     i32::try_from(n).expect("a model's sizes are below 2^31")
 }
 
@@ -50,6 +50,8 @@ macro_rules! launch {
         )
     };
 }
+
+pub(super) use launch;
 
 /// Products with one type of weights.
 #[derive(Debug)]
