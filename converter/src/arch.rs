@@ -161,7 +161,7 @@ pub fn describe(set: &GgufSet) -> Result<Model, Error> {
         vocab_size,
         hidden_size,
         max_position_embeddings: context,
-        rms_norm_eps: keys.required_f32("attention.layer_norm_rms_epsilon")?,
+        rms_norm_eps: rms_norm_eps(&keys)?,
         tie_word_embeddings: set.info(&TensorName::Model(formats::name::ModelRole::LmHead).gguf()).is_none(),
         attention: AttentionConfig {
             softmax_scale: (attention.base_scale * rope.softmax_factor) as f32,
@@ -177,6 +177,15 @@ pub fn describe(set: &GgufSet) -> Result<Model, Error> {
     let unused_mtp = add_mtp_layers(&mut config, set, &ffns[trunk..])?;
     config.validate().map_err(|e| Error::Formats(e.in_file(set.path())))?;
     Ok(Model { name: name(set), architecture: architecture.name, config, block_count, unused_mtp })
+}
+
+/// Added to a mean of squares: 0 or less can divide by nothing, and 1 or more is no small number.
+fn rms_norm_eps(keys: &Keys<'_>) -> Result<f32, Error> {
+    const KEY: &str = "attention.layer_norm_rms_epsilon";
+    match keys.required_f32(KEY)? {
+        eps if eps > 0.0 && eps < 1.0 => Ok(eps),
+        eps => Err(keys.refuse(KEY, "a number between 0 and 1", eps.to_string())),
+    }
 }
 
 fn find(set: &GgufSet) -> Result<&'static Architecture, Error> {
@@ -324,6 +333,9 @@ fn moe(
     };
     let norm_topk = keys.optional_bool("expert_weights_norm")?.unwrap_or(false);
     let scale = keys.optional_f32("expert_weights_scale")?.unwrap_or(0.0);
+    if scale < 0.0 {
+        return Err(keys.refuse("expert_weights_scale", "a number of at least 0", scale.to_string()));
+    }
     Ok(Some(MoeConfig {
         n_routed_experts,
         num_experts_per_tok: keys.uniform("expert_used_count")?,

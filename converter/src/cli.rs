@@ -3,7 +3,7 @@
 use crate::execute;
 use crate::extract::extract;
 use crate::inspect::inspect;
-use crate::plan::{Options, Plan, UnknownTensors};
+use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use crate::reference;
 use crate::side_files::side_files;
 use crate::verify::{self, verify};
@@ -85,35 +85,24 @@ enum Command {
         /// Make only this rank's files, 0 for the first; may be given several times.
         #[arg(long, value_name = "R")]
         rank: Vec<u16>,
-        /// Threads; one for each CPU unless given, at most 48.
-        #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
-        threads: Option<u16>,
-        /// No progress and no summary.
-        #[arg(long, short)]
-        quiet: bool,
-        /// Print the summary as JSON.
-        #[arg(long)]
-        json: bool,
+        #[command(flatten)]
+        work: Work,
     },
     /// Makes a checkpoint of the ranks that `convert --rank` put into a directory.
     ///
     /// Give the source and the options that the ranks were made with. Every rank file is held against its manifest and the whole
     /// source is read for its digests; the result is byte for byte what one `convert` of all ranks writes.
+    ///
+    /// That the ranks were made from this very source is known by the names, sizes and headers of its files. A source whose
+    /// weights changed behind an equal header is not noticed here: `verify --source` compares every weight.
     #[command(after_help = "Example:\n  shardmill finish model-00001-of-00003.gguf checkpoint --ranks 8")]
     Finish {
         #[command(flatten)]
         input: Input,
         /// The directory that holds all ranks.
         out: PathBuf,
-        /// Threads; one for each CPU unless given, at most 48.
-        #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
-        threads: Option<u16>,
-        /// No progress and no summary.
-        #[arg(long, short)]
-        quiet: bool,
-        /// Print the summary as JSON.
-        #[arg(long)]
-        json: bool,
+        #[command(flatten)]
+        work: Work,
     },
     /// Checks a checkpoint against its digests and manifests and, with --source, against the GGUF files.
     #[command(after_help = "Example:\n  shardmill verify checkpoint --source model-00001-of-00003.gguf")]
@@ -123,15 +112,8 @@ enum Command {
         /// The GGUF file that it was made from; any part of a split one.
         #[arg(long)]
         source: Option<PathBuf>,
-        /// Threads; one for each CPU unless given, at most 48.
-        #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
-        threads: Option<u16>,
-        /// Nothing but failures.
-        #[arg(long, short)]
-        quiet: bool,
-        /// Print the report as JSON.
-        #[arg(long)]
-        json: bool,
+        #[command(flatten)]
+        work: Work,
     },
     /// Shows what is in a GGUF file of any architecture, a checkpoint or a rank file.
     #[command(
@@ -191,9 +173,41 @@ struct Input {
     /// How routed experts are cut.
     #[arg(long, value_enum, default_value_t = Experts::Tensor)]
     experts: Experts,
+    /// How weights are arranged.
+    #[arg(long, value_enum, default_value_t = Arrangement::Ggml)]
+    layout: Arrangement,
     /// Leave out tensors that are not known for this model, instead of refusing them.
     #[arg(long)]
     allow_unknown: bool,
+}
+
+/// How long work is done, and what is said of it.
+#[derive(Args, Debug)]
+struct Work {
+    /// Threads; one for each CPU and four that wait for disks unless given, at most 48.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Nothing but errors and failures: no progress, and no word when all is well.
+    #[arg(long, short)]
+    quiet: bool,
+    /// Print what was done or found as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Work {
+    fn control(&self, interrupt: Arc<AtomicBool>, quiet: bool) -> Control {
+        let progress = if quiet { Progress::Quiet } else { Progress::Shown };
+        Control::new(self.threads.map(usize::from), interrupt, progress)
+    }
+
+    fn print(&self, summary: &execute::Summary) -> Result<(), Error> {
+        match (self.json, self.quiet) {
+            (true, _) => print(&to_json(summary)),
+            (false, true) => Ok(()),
+            (false, false) => print(&summary_text(summary)),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -202,6 +216,14 @@ enum Experts {
     Tensor,
     /// Every rank has some experts whole.
     Expert,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Arrangement {
+    /// As GGUF has them, for any device.
+    Ggml,
+    /// In tiles for the tensor cores of GPUs (mma16.v1), of the same size.
+    Mma16,
 }
 
 impl Input {
@@ -214,6 +236,10 @@ impl Input {
                 Experts::Expert => ExpertCut::Expert,
             },
             unknown: if self.allow_unknown { UnknownTensors::Skip } else { UnknownTensors::Refuse },
+            layout: match self.layout {
+                Arrangement::Ggml => WeightLayout::Ggml,
+                Arrangement::Mma16 => WeightLayout::Mma16,
+            },
         };
         let plan = Plan::new(&set, options)?;
         Ok((set, plan))
@@ -235,10 +261,6 @@ impl Cli {
     /// # Errors
     /// Any error of the library.
     pub fn run(self, interrupt: Arc<AtomicBool>) -> Result<Outcome, Error> {
-        let control = |threads: Option<u16>, quiet: bool| {
-            let progress = if quiet { Progress::Quiet } else { Progress::Shown };
-            Control::new(threads.map(usize::from), interrupt, progress)
-        };
         match self.command {
             Command::Plan { input, html, force, json } => {
                 let (set, plan) = input.plan()?;
@@ -249,28 +271,29 @@ impl Cli {
                     (false, None) => plan.text(),
                 })?;
             }
-            Command::Convert { input, out, resume, rank, threads, quiet, json } => {
+            Command::Convert { input, out, resume, rank, work } => {
                 let (set, plan) = input.plan()?;
                 let files = side_files(&set)?;
                 let unfinished = if resume { Unfinished::Resume } else { Unfinished::Refuse };
-                let control = control(threads, quiet);
+                let control = work.control(interrupt, work.quiet);
                 let summary = if rank.is_empty() {
                     execute::convert(&set, &plan, &files, &out, unfinished, &control)?
                 } else {
                     let ranks: Vec<usize> = rank.into_iter().map(usize::from).collect();
                     execute::convert_ranks(&set, &plan, &ranks, &out, unfinished, &control)?
                 };
-                print_summary(&summary, quiet, json)?;
+                work.print(&summary)?;
             }
-            Command::Finish { input, out, threads, quiet, json } => {
+            Command::Finish { input, out, work } => {
                 let (set, plan) = input.plan()?;
                 let files = side_files(&set)?;
-                let summary = execute::finish(&set, &plan, &files, &out, &control(threads, quiet))?;
-                print_summary(&summary, quiet, json)?;
+                let control = work.control(interrupt, work.quiet);
+                work.print(&execute::finish(&set, &plan, &files, &out, &control)?)?;
             }
-            Command::Verify { dir, source, threads, quiet, json } => {
-                let report = verify(&dir, source.as_deref(), &control(threads, quiet || json))?;
-                match (json, quiet && report.ok) {
+            Command::Verify { dir, source, work } => {
+                let control = work.control(interrupt, work.quiet || work.json);
+                let report = verify(&dir, source.as_deref(), &control)?;
+                match (work.json, work.quiet && report.ok) {
                     (true, _) => print(&to_json(&report))?,
                     (false, true) => {}
                     (false, false) => print(&report_text(&report))?,
@@ -322,14 +345,6 @@ fn write_page(path: &Path, page: &str, force: bool) -> Result<String, Error> {
     Ok(format!("{}: {}, open it in a browser\n", path.display(), human_bytes(page.len() as u64)))
 }
 
-fn print_summary(summary: &execute::Summary, quiet: bool, json: bool) -> Result<(), Error> {
-    match (json, quiet) {
-        (true, _) => print(&to_json(summary)),
-        (false, true) => Ok(()),
-        (false, false) => print(&summary_text(summary)),
-    }
-}
-
 fn summary_text(summary: &execute::Summary) -> String {
     let kept = match summary.kept_bytes {
         0 => String::new(),
@@ -342,9 +357,9 @@ fn summary_text(summary: &execute::Summary) -> String {
         summary.tensors,
         summary.skipped,
         human_bytes(summary.rank_bytes),
-        human_bytes(summary.source_bytes),
+        human_bytes(summary.read_bytes),
         summary.seconds,
-        (summary.source_bytes + summary.rank_bytes) as f64 / 1e9 / summary.seconds
+        (summary.read_bytes + summary.rank_bytes) as f64 / 1e9 / summary.seconds
     )
 }
 
@@ -426,7 +441,7 @@ pub fn one_line(text: &str) -> String {
 fn escaped(text: &str, kept: Option<char>) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
-        if c.is_control() && Some(c) != kept {
+        if !formats::is_plain(c) && Some(c) != kept {
             escaped.extend(c.escape_default());
         } else {
             escaped.push(c);

@@ -1,5 +1,6 @@
 //! The crate's error type, and the exit code that each kind of error means.
 
+use formats::Shown;
 use std::path::{Path, PathBuf};
 
 /// What keeps a command from doing its work. Every message is one line that says what was found and what to do.
@@ -18,7 +19,7 @@ pub enum Error {
         source: Box<Error>,
     },
     /// A model of an architecture that is not in the table.
-    #[error("{path}: general.architecture: {found:?} is not supported; supported are {supported}")]
+    #[error("{path}: general.architecture: {} is not supported; supported are {supported}", Shown(.found))]
     Architecture {
         /// The GGUF file.
         path: PathBuf,
@@ -29,7 +30,8 @@ pub enum Error {
     },
     /// Tensors whose names nothing here knows.
     #[error(
-        "{path}: tensor {tensor}: not known for this model ({count} such tensors); check that the file is a {architecture} model, or leave them out with --allow-unknown"
+        "{path}: tensor {}: not known for this model ({count} such tensors); check that the file is a {architecture} model, or leave them out with --allow-unknown",
+        Shown(.tensor)
     )]
     UnknownTensor {
         /// The GGUF file.
@@ -41,17 +43,18 @@ pub enum Error {
         /// What the file says it is.
         architecture: String,
     },
-    /// A value that is no finite number in a tensor that has to be computed with.
+    /// A scale of a block, or a value, that is no finite number.
     #[error(
-        "tensor {tensor}: expected finite numbers, found {value} at element {element}; the file is damaged or was quantised from a damaged model, get it again"
+        "tensor {}: expected finite numbers, found {value} in {place}; the file is damaged or was quantised from a damaged model, get it again",
+        Shown(.tensor)
     )]
     NotFinite {
         /// The tensor.
         tensor: String,
         /// NaN, inf or -inf.
         value: String,
-        /// Its index.
-        element: u64,
+        /// Its block, or, in types without blocks, its element.
+        place: String,
     },
     /// A joined tensor that is not what its parts say.
     #[error(
@@ -99,7 +102,8 @@ pub enum Error {
     },
     /// What lies there was made from something else or in another way.
     #[error(
-        "{path}: is of another conversion: {difference}; run what began it, or remove it to start from the beginning"
+        "{path}: is of another conversion: {}; run what began it, or remove it to start from the beginning",
+        Shown(.difference)
     )]
     OtherConversion {
         /// File or directory.
@@ -190,7 +194,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A tensor name that is not in the file.
-    #[error("{path}: no tensor is called {name:?}{}", closest(.similar))]
+    #[error("{path}: no tensor is called {}{}", Shown(.name), closest(.similar))]
     NoSuchTensor {
         /// File or directory.
         path: PathBuf,
@@ -200,7 +204,7 @@ pub enum Error {
         similar: Vec<String>,
     },
     /// A file that is no GGUF file, rank file or checkpoint.
-    #[error("{path}: {what}")]
+    #[error("{path}: {}", Shown(.what))]
     Input {
         /// The file.
         path: PathBuf,
@@ -286,6 +290,6 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
 fn closest(similar: &[String]) -> String {
     match similar {
         [] => "; `shardmill inspect` lists what there is".to_owned(),
-        names => format!("; the closest names are {}", names.join(", ")),
+        names => format!("; the closest names are {}", Shown(&names.join(", "))),
     }
 }

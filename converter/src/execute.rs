@@ -3,11 +3,12 @@
 //! A whole conversion works in `OUT.partial` and renames it. One of some ranks works beside OUT too, moves what is finished
 //! into OUT, and leaves a record of what it was made from; [`finish`] makes a checkpoint of OUT when all ranks are there.
 //!
-//! Memory: one piece and at most one head of kv_b_proj for each worker, below 1 GiB in all, whatever the model's size; mapped
-//! pages belong to the page cache.
+//! Memory: a block of some pieces and at most one head of kv_b_proj for each worker, below 1 GiB in all, whatever the model's
+//! size; mapped pages belong to the page cache.
 
 mod make;
 mod manifests;
+mod output;
 mod ranks;
 
 pub use ranks::{convert_ranks, finish};
@@ -21,6 +22,7 @@ use crate::writer::{PartialDir, Unfinished, refuse_existing, settle_interrupted}
 use formats::gguf::GgufSet;
 use formats::manifest::rank_file_name;
 use make::{Digests, Files, Sources, Work, run};
+pub(crate) use output::BLOCK_BYTES;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -38,6 +40,8 @@ pub struct Summary {
     pub skipped: usize,
     /// Bytes of the source's files.
     pub source_bytes: u64,
+    /// Bytes of them that were needed: all, or, of some ranks alone, those that these ranks are made from.
+    pub read_bytes: u64,
     /// Bytes of the rank files.
     pub rank_bytes: u64,
     /// Bytes of them that an earlier, interrupted run had made.
@@ -47,13 +51,24 @@ pub struct Summary {
 }
 
 impl Summary {
-    fn new(out: &Path, plan: &Plan, ranks: &[usize], kept_bytes: u64, start: Instant) -> Self {
+    fn new(
+        out: &Path,
+        plan: &Plan,
+        ranks: &[usize],
+        sources: Sources,
+        kept_bytes: u64,
+        start: Instant,
+    ) -> Self {
         Self {
             out: out.to_owned(),
             ranks: ranks.len(),
             tensors: plan.tensors.len(),
             skipped: plan.skipped.len(),
             source_bytes: plan.source_bytes,
+            read_bytes: match sources {
+                Sources::Hash => plan.source_bytes,
+                Sources::Leave => plan.source_bytes_of(ranks),
+            },
             rank_bytes: ranks.iter().map(|&rank| plan.layouts[rank].bytes).sum(),
             kept_bytes,
             seconds: start.elapsed().as_secs_f64(),
@@ -78,7 +93,7 @@ pub fn convert(
     let stamp = Stamp::new(set, plan)?;
     let ranks: Vec<usize> = (0..plan.options.ranks).collect();
     if unfinished == Unfinished::Resume && settle_interrupted(out, &stamp)? {
-        let summary = Summary::new(out, plan, &ranks, 0, start);
+        let summary = Summary::new(out, plan, &ranks, Sources::Hash, 0, start);
         return Ok(Summary { kept_bytes: summary.rank_bytes, ..summary });
     }
     refuse_existing(out)?;
@@ -95,7 +110,7 @@ pub fn convert(
         Err(e) => return Err(dir.abandon(e)),
     };
     dir.settle()?;
-    Ok(Summary::new(out, plan, &ranks, kept_bytes, start))
+    Ok(Summary::new(out, plan, &ranks, Sources::Hash, kept_bytes, start))
 }
 
 /// Makes some rank files in the unfinished directory.

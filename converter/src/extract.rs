@@ -3,7 +3,7 @@
 mod rows;
 
 use crate::Error;
-use crate::plan::{Options, Plan, UnknownTensors};
+use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use crate::similar::{both_spellings, closest};
 use crate::writer::{Existing, NewFile};
 use formats::Shape;
@@ -77,7 +77,12 @@ pub fn extract(input: &Path, name: &str, out: &Path, existing: Existing) -> Resu
     if TensorName::from_native(name).is_none() {
         return Err(no_such_tensor(input, name, own_names));
     }
-    let options = Options { ranks: 1, experts: ExpertCut::Tensor, unknown: UnknownTensors::Skip };
+    let options = Options {
+        ranks: 1,
+        experts: ExpertCut::Tensor,
+        unknown: UnknownTensors::Skip,
+        layout: WeightLayout::Ggml,
+    };
     let plan = Plan::new(&set, options)?;
     match plan.tensors.iter().find(|tensor| tensor.name == name) {
         Some(tensor) => write(Rows::planned(&set, tensor)?, name, out, existing),

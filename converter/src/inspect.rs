@@ -5,6 +5,9 @@ mod gguf;
 mod rank_file;
 
 use crate::Error;
+use crate::similar::{both_spellings, closest};
+use formats::TensorName;
+use formats::name::LayerRole;
 use serde::Serialize;
 use std::io::Read;
 use std::path::Path;
@@ -36,6 +39,29 @@ pub fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, Error> {
         return rank_file::inspect(path, tensor);
     }
     gguf::inspect(path, tensor)
+}
+
+/// The native tensor that holds `name`, in either spelling: for a half of kv_b_proj the whole, for other names themselves.
+fn native_name(name: &str) -> String {
+    let native = match TensorName::parse(name) {
+        Some(TensorName::Layer(layer, LayerRole::AttnKB | LayerRole::AttnVB)) => {
+            TensorName::Layer(layer, LayerRole::KvBProj).native()
+        }
+        Some(parsed) => parsed.native(),
+        None => None,
+    };
+    native.unwrap_or_else(|| name.to_owned())
+}
+
+/// Of a fused gate and up projection the two native ones; otherwise the names that look like `name`.
+fn similar(name: &str, natives: impl Iterator<Item = String>) -> Vec<String> {
+    match TensorName::parse(name) {
+        Some(TensorName::Layer(layer, LayerRole::ExpertsGateUpProj)) => {
+            let halves = [LayerRole::ExpertsGateProj, LayerRole::ExpertsUpProj];
+            halves.into_iter().filter_map(|half| TensorName::Layer(layer, half).native()).collect()
+        }
+        _ => closest(name, both_spellings(natives)),
+    }
 }
 
 /// A length that fits the file, and then the start of a JSON object.

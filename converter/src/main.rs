@@ -1,8 +1,8 @@
 //! shardmill: see `shardmill --help`.
 
 use anyhow::anyhow;
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use converter::Error;
 use converter::cli::{Cli, Outcome, one_line};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
@@ -48,6 +48,13 @@ fn watch_signals(interrupt: &Arc<AtomicBool>) -> std::io::Result<()> {
     Ok(())
 }
 
+/// The program, with the command that was given if it is one.
+fn command_asked_for() -> String {
+    let given = std::env::args_os().nth(1).and_then(|word| word.into_string().ok());
+    let known = |name: &String| Cli::command().find_subcommand(name).is_some();
+    given.filter(known).map_or("shardmill".to_owned(), |name| format!("shardmill {name}"))
+}
+
 /// Help and version as clap prints them; what is wrong with the arguments in one line.
 fn usage(error: &clap::Error) -> ExitCode {
     if matches!(
@@ -65,6 +72,6 @@ fn usage(error: &clap::Error) -> ExitCode {
     // clap puts usage and hints into paragraphs of their own.
     let what = text.split("\n\n").next().unwrap_or_default().trim_start_matches("error: ");
     let words: Vec<&str> = what.split_whitespace().collect();
-    eprintln!("shardmill: error: {}; see `shardmill --help`", one_line(&words.join(" ")));
+    eprintln!("shardmill: error: {}; see `{} --help`", one_line(&words.join(" ")), command_asked_for());
     ExitCode::from(BAD_INPUT)
 }

@@ -1,9 +1,10 @@
 //! What a rank file was made from and how, so that files of different conversions are never put together.
 
 use crate::Error;
-use crate::plan::Plan;
+use crate::plan::{Plan, WeightLayout};
 use formats::Digest;
 use formats::gguf::GgufSet;
+use formats::layout::Layout;
 use formats::manifest::ExpertCut;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -21,6 +22,7 @@ pub(crate) struct Origin {
     tool: String,
     ranks: usize,
     experts: ExpertCut,
+    layout: Layout,
     sources: Vec<Source>,
     /// Of everything that the headers and options lead to.
     plan: Digest,
@@ -65,6 +67,10 @@ impl Origin {
             tool: TOOL.to_owned(),
             ranks: plan.options.ranks,
             experts: plan.options.experts,
+            layout: match plan.options.layout {
+                WeightLayout::Ggml => Layout::Ggml,
+                WeightLayout::Mma16 => Layout::Mma16,
+            },
             sources: sources.collect::<Result<_, Error>>()?,
             plan: hasher.finalize().into(),
         })
@@ -78,10 +84,15 @@ impl Origin {
         if self.tool != found.tool {
             return Some(format!("expected one by {}, found one by {}", self.tool, found.tool));
         }
-        if (self.ranks, self.experts) != (found.ranks, found.experts) {
-            let options = |origin: &Self| match origin.experts {
-                ExpertCut::Tensor => format!("--ranks {} --experts tensor", origin.ranks),
-                ExpertCut::Expert => format!("--ranks {} --experts expert", origin.ranks),
+        if (self.ranks, self.experts, &self.layout) != (found.ranks, found.experts, &found.layout) {
+            let options = |origin: &Self| {
+                let experts = match origin.experts {
+                    ExpertCut::Tensor => "tensor",
+                    ExpertCut::Expert => "expert",
+                };
+                // The flag's word is the layout's name without its version.
+                let layout = origin.layout.name().split('.').next().unwrap_or_default();
+                format!("--ranks {} --experts {experts} --layout {layout}", origin.ranks)
             };
             return Some(format!("expected one with {}, found one with {}", options(self), options(found)));
         }

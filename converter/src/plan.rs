@@ -8,10 +8,11 @@ mod report;
 pub use layout::{Placed, RankLayout};
 pub(crate) use layout::{safetensors_dtype, safetensors_shape};
 pub use report::PlanReport;
-pub(crate) use report::words;
+pub(crate) use report::{stored, words};
 
 use crate::arch::Model;
 use crate::chunks::PIECE_BYTES;
+use crate::execute::BLOCK_BYTES;
 use crate::native::{self, Cut, NativeTensor, Need, Part, Stored};
 use crate::partition::{Partition, head_unit};
 use crate::transform::{Half, HeadDims, KvB, PIECE, Region, SourceTensor, Transform};
@@ -19,6 +20,7 @@ use crate::work::MAX_THREADS;
 use crate::{Error, arch};
 use formats::config::{FfnConfig, IndexerRole};
 use formats::gguf::GgufSet;
+use formats::layout::Layout;
 use formats::manifest::{ExpertCut, Shard, Skipped};
 use formats::name::{LayerRole, ModelRole};
 use formats::{Dtype, LayerIdx, Shape, TensorName, bytes_of, quant};
@@ -34,6 +36,17 @@ pub struct Options {
     pub experts: ExpertCut,
     /// What becomes of tensors that no table knows.
     pub unknown: UnknownTensors,
+    /// How weights are arranged.
+    pub layout: WeightLayout,
+}
+
+/// How the weights that products read are arranged, as far as their types and shapes allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightLayout {
+    /// As GGUF has them.
+    Ggml,
+    /// In tiles for tensor cores; whatever does not fit, and embeddings, whose rows are looked up one by one, as GGUF has them.
+    Mma16,
 }
 
 /// What becomes of tensors that no table knows.
@@ -86,6 +99,8 @@ pub struct Planned {
     pub shape: Shape,
     /// How it is made.
     pub transform: Transform,
+    /// How its bytes are arranged, on every rank alike.
+    pub layout: Layout,
     /// How it is cut; `None` when every rank has all of it.
     pub cut: Option<AxisCut>,
 }
@@ -145,7 +160,26 @@ impl Planned {
 
     /// Bytes of that part.
     pub fn shard_bytes(&self, rank: usize) -> u64 {
-        bytes_of(self.dtype(), &self.shard_shape(rank)).expect("cuts are at block boundaries")
+        let whole = bytes_of(self.dtype(), &self.shape).expect("rows are whole blocks");
+        match self.shard(rank) {
+            Shard::Whole(_) => whole,
+            Shard::Cut { axis, len, .. } => {
+                (u128::from(whole) * u128::from(len) / u128::from(self.shape.dims()[axis].max(1))) as u64
+            }
+        }
+    }
+
+    /// Whether every rank's part can be arranged so, and products read them.
+    fn fits(&self, layout: &Layout, ranks: usize) -> bool {
+        let looked_up = matches!(
+            self.role,
+            TensorName::Model(ModelRole::EmbedTokens) | TensorName::Layer(_, LayerRole::MtpEmbedTokens)
+        );
+        let copied = matches!(self.transform, Transform::Copy(_) | Transform::CopyHalf { .. });
+        // The first rank has the longest part, the last one the shortest, and there are no others.
+        copied
+            && !looked_up
+            && [0, ranks - 1].iter().all(|&rank| layout.fits(self.dtype(), &self.shard_shape(rank)))
     }
 
     pub(crate) fn region(&self, rank: usize) -> Region {
@@ -174,7 +208,7 @@ impl Plan {
         let skipped = planner.skipped()?;
         parts.sort_by_key(|(part, _)| *part);
         let tensors: Vec<Planned> = parts.into_iter().map(|(_, planned)| planned).collect();
-        let layouts = (0..options.ranks).map(|rank| RankLayout::new(&tensors, rank, options.ranks)).collect();
+        let layouts = RankLayout::all(&tensors, options.ranks);
         let source_header_bytes = set.parts().iter().map(|part| part.file.data_start).sum();
         Ok(Self {
             model,
@@ -201,6 +235,30 @@ impl Plan {
         files + entries + files / formats::digest::CHUNK_BYTES * BYTES_PER_CHUNK
     }
 
+    /// Bytes of the source that some ranks are made from: of a tensor that is cut, those of their parts.
+    pub(crate) fn source_bytes_of(&self, ranks: &[usize]) -> u64 {
+        let bytes = |tensor: &Planned| -> u64 {
+            let sources = tensor.transform.sources().into_iter();
+            sources.filter_map(|source| bytes_of(source.dtype, &source.shape)).sum()
+        };
+        let needed = |tensor: &Planned| match tensor.cut {
+            None => bytes(tensor),
+            Some(AxisCut { partition, .. }) => {
+                let whole = match tensor.transform {
+                    Transform::CopyHalf { .. } => bytes(tensor) / 2,
+                    _ => bytes(tensor),
+                };
+                let indices: u64 = ranks
+                    .iter()
+                    .map(|&rank| partition.range(rank))
+                    .map(|range| range.end - range.start)
+                    .sum();
+                (u128::from(whole) * u128::from(indices) / u128::from(partition.len().max(1))) as u64
+            }
+        };
+        self.tensors.iter().map(needed).sum()
+    }
+
     /// What a conversion takes at most.
     pub fn peak_memory(&self) -> PeakMemory {
         /// The program itself, its stacks and what its allocator keeps.
@@ -216,8 +274,9 @@ impl Plan {
         let entries = (self.tensors.len() * self.options.ranks) as u64 * BYTES_PER_ENTRY;
         let written = self.tensors.len() as u64 * BYTES_PER_WRITTEN;
         let base = PROGRAM + self.source_header_bytes * COPIES_OF_HEADER + entries + written;
-        // A piece of a file, its values in f32, and a head of kv_b_proj: decoded, transposed, and rounded twice.
-        let per_thread = PIECE_BYTES + PIECE * 4 + head as u64 * (4 + 4 + 2 + 2);
+        // A piece that is read, a block that is written, values in f32, and a head of kv_b_proj: decoded, transposed, and
+        // rounded twice.
+        let per_thread = PIECE_BYTES + BLOCK_BYTES as u64 + PIECE * 4 + head as u64 * (4 + 4 + 2 + 2);
         PeakMemory { base, per_thread, most: base + per_thread * MAX_THREADS as u64 }
     }
 }
@@ -245,7 +304,12 @@ impl Planner<'_> {
         }
         let cut = self.cut(native, &transform)?;
         let name = native.name.native().expect("native tensors have a native name");
-        Ok(Some(Planned { role: native.name, name, shape: native.shape.clone(), transform, cut }))
+        let shape = native.shape.clone();
+        let mut planned = Planned { role: native.name, name, shape, transform, layout: Layout::Ggml, cut };
+        if self.options.layout == WeightLayout::Mma16 && planned.fits(&Layout::Mma16, self.options.ranks) {
+            planned.layout = Layout::Mma16;
+        }
+        Ok(Some(planned))
     }
 
     fn transform(&self, native: &NativeTensor) -> Result<Transform, Error> {

@@ -2,8 +2,9 @@
 
 use crate::Error;
 use crate::cli::Cli;
-use clap::CommandFactory;
+use clap::{Command, CommandFactory};
 use clap_complete::Shell;
+use clap_mangen::Man;
 use std::path::Path;
 
 /// A script that completes commands, flags and file names.
@@ -21,8 +22,14 @@ pub(crate) fn man_pages(dir: &Path) -> Result<usize, Error> {
     let io = |action: &'static str| move |e| Error::io(dir, action, e);
     std::fs::create_dir_all(dir).map_err(io("cannot create the directory"))?;
     // The page of `help` would say nothing that the others do not.
-    let command = Cli::command().disable_help_subcommand(true);
-    let count = 1 + command.get_subcommands().count();
-    clap_mangen::generate_to(command, dir).map_err(io("cannot write the manual pages"))?;
+    let mut command = Cli::command().disable_help_subcommand(true);
+    // Gives the pages of the commands the program's name.
+    command.build();
+    let pages: Vec<Command> = std::iter::once(&command).chain(command.get_subcommands()).cloned().collect();
+    let count = pages.len();
+    for page in pages {
+        let footer = format!("shardmill {}", env!("CARGO_PKG_VERSION"));
+        Man::new(page).source(footer).generate_to(dir).map_err(io("cannot write the manual pages"))?;
+    }
     Ok(count)
 }

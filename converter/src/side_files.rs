@@ -3,6 +3,7 @@
 use crate::Error;
 use crate::tokenizer::Tokenizer;
 use formats::gguf::GgufSet;
+use minijinja::Environment;
 use serde::Serialize;
 
 /// A file beside the weights.
@@ -43,11 +44,30 @@ pub fn side_files(set: &GgufSet) -> Result<Vec<SideFileBytes>, Error> {
         SideFileBytes { name: "tokenizer_config.json", bytes: tokenizer.config_json() },
         SideFileBytes { name: "generation_config.json", bytes: json(&generation_config(set, &tokenizer)?) },
     ];
-    let template = set.metadata().str("tokenizer.chat_template").map_err(|e| e.in_file(set.path()))?;
-    if let Some(template) = template {
+    if let Some(template) = chat_template(set)? {
         files.push(SideFileBytes { name: "chat_template.jinja", bytes: template.as_bytes().to_vec() });
     }
     Ok(files)
+}
+
+/// The chat template, which must be one: whoever serves the checkpoint could not say what is wrong with the model.
+fn chat_template(set: &GgufSet) -> Result<Option<&str>, Error> {
+    const KEY: &str = "tokenizer.chat_template";
+    const ADVICE: &str = "give the file another one (gguf-new-metadata --chat-template-file)";
+    let Some(template) = set.metadata().str(KEY).map_err(|e| e.in_file(set.path()))? else { return Ok(None) };
+    let refuse =
+        |found: String| Error::key(set.path(), KEY, "a Jinja template", format!("{found}; {ADVICE}"));
+    if template.trim().is_empty() {
+        return Err(refuse("an empty one".to_owned()));
+    }
+    match Environment::empty().template_from_str(template) {
+        Ok(_) => Ok(Some(template)),
+        Err(e) => Err(refuse(format!(
+            "one that does not parse (line {}: {})",
+            e.line().unwrap_or(0),
+            e.detail().unwrap_or("it is no template")
+        ))),
+    }
 }
 
 fn generation_config(set: &GgufSet, tokenizer: &Tokenizer) -> Result<GenerationConfig, Error> {

@@ -2,7 +2,12 @@
 //!
 //! Every stretch is a pure function of the source, so a rank file can be made in any order and by any number of threads.
 
+#[cfg(test)]
+mod tests;
+mod tiles;
+
 use crate::Error;
+use formats::layout::Layout;
 use formats::manifest::TransformKind;
 use formats::{Dtype, Shape, TensorView, quant};
 use half::bf16;
@@ -128,12 +133,26 @@ pub(crate) enum Region {
     Range { axis: usize, indices: Range<u64> },
 }
 
+impl Region {
+    /// Elements of a row of it.
+    fn columns(&self, source: &SourceTensor) -> u64 {
+        match self {
+            Self::Range { axis, indices } if axis + 1 == source.shape.dims().len() => {
+                indices.end - indices.start
+            }
+            _ => source.shape.row_len(),
+        }
+    }
+}
+
 /// Memory that [`fill`] uses again and again: at most a piece of a tensor or one head of kv_b_proj.
 #[derive(Default)]
 pub(crate) struct Scratch {
     values: Vec<f32>,
     joined: Vec<f32>,
     head: Vec<u8>,
+    /// A tile that is wanted in part.
+    tile: Vec<u8>,
     /// Which head that is: its source and index.
     head_at_hand: Option<(String, u64)>,
 }
@@ -141,29 +160,34 @@ pub(crate) struct Scratch {
 /// Elements that are dequantised at a time; a multiple of every block length.
 pub(crate) const PIECE: u64 = 1 << 16;
 
-/// Writes bytes `from .. from + out.len()` of the region of `transform`'s result into `out`.
+/// Writes bytes `from .. from + out.len()` of the region of `transform`'s result in a layout that fits it into `out`.
 ///
 /// `views` are the sources in the order of [`Transform::sources`].
 ///
 /// # Errors
-/// [`Error::NotFinite`] and [`Error::JoinedDiffers`], for tensors that are computed with.
+/// [`Error::NotFinite`], for a block's scales or, where they are computed with, for any value; [`Error::JoinedDiffers`].
 pub(crate) fn fill(
     transform: &Transform,
     views: &[TensorView],
     region: &Region,
+    layout: &Layout,
     from: u64,
     out: &mut [u8],
     scratch: &mut Scratch,
 ) -> Result<(), Error> {
+    let mut copied = |source: &SourceTensor, half| {
+        let (runs, view) = (Runs::of(source, region, half), &views[0]);
+        match layout {
+            Layout::Ggml => copy(source, &runs, view, from, out),
+            Layout::Mma16 => {
+                tiles::copy(source, &runs, view, region.columns(source), from, out, &mut scratch.tile)
+            }
+            Layout::Unknown(name) => panic!("nobody plans the unknown layout {name}"),
+        }
+    };
     match transform {
-        Transform::Copy(source) => {
-            Runs::of(source, region, None).copy(views[0].bytes(), from, out);
-            Ok(())
-        }
-        Transform::CopyHalf { source, half } => {
-            Runs::of(source, region, Some(*half)).copy(views[0].bytes(), from, out);
-            Ok(())
-        }
+        Transform::Copy(source) => copied(source, None),
+        Transform::CopyHalf { source, half } => copied(source, Some(*half)),
         Transform::Dequantize(source) => dequantize(source, &views[0], from, out, scratch),
         Transform::JoinKvB { from: parts, heads } => join(parts, *heads, views, region, from, out, scratch),
     }
@@ -218,17 +242,67 @@ impl Runs {
         }
     }
 
-    fn copy(&self, source: &[u8], from: u64, out: &mut [u8]) {
-        let (mut at, mut done) = (from, 0);
-        while done < out.len() {
-            let within = at % self.run;
-            let n = (self.run - within).min((out.len() - done) as u64);
-            let start = (self.first + at / self.run * self.stride + within) as usize;
-            out[done..done + n as usize].copy_from_slice(&source[start..start + n as usize]);
-            at += n;
-            done += n as usize;
-        }
+    /// Where in the source byte `at` of the region is.
+    fn place(&self, at: u64) -> usize {
+        (self.first + at / self.run * self.stride + at % self.run) as usize
     }
+
+    /// Where in the source bytes `from .. from + len` of the region are, run by run.
+    fn ranges(&self, from: u64, len: usize) -> impl Iterator<Item = Range<usize>> {
+        let (mut at, end) = (from, from + len as u64);
+        std::iter::from_fn(move || {
+            if at == end {
+                return None;
+            }
+            let n = (self.run - at % self.run).min(end - at);
+            let start = self.place(at);
+            at += n;
+            Some(start..start + n as usize)
+        })
+    }
+}
+
+fn copy(
+    source: &SourceTensor,
+    runs: &Runs,
+    view: &TensorView,
+    from: u64,
+    out: &mut [u8],
+) -> Result<(), Error> {
+    let bytes = view.bytes();
+    let mut rest = out;
+    for range in runs.ranges(from, rest.len()) {
+        let (now, later) = rest.split_at_mut(range.len());
+        now.copy_from_slice(&bytes[range.clone()]);
+        rest = later;
+        check_finite(source, bytes, range)?;
+    }
+    Ok(())
+}
+
+/// Looks at every block that begins in a range of the source's bytes, while it is in cache.
+fn check_finite(source: &SourceTensor, bytes: &[u8], range: Range<usize>) -> Result<(), Error> {
+    let block = source.dtype.block_bytes();
+    let (first, end) = (range.start.div_ceil(block), range.end.div_ceil(block));
+    match quant::first_not_finite(source.dtype, &bytes[first * block..end * block]) {
+        None => Ok(()),
+        Some(within) => Err(not_finite(source, bytes, first + within)),
+    }
+}
+
+/// The error of a block with a scale that is no number.
+fn not_finite(source: &SourceTensor, bytes: &[u8], block: usize) -> Error {
+    let SourceTensor { name, dtype, .. } = source;
+    let mut values = vec![0.0; dtype.block_len()];
+    let bytes = &bytes[block * dtype.block_bytes()..(block + 1) * dtype.block_bytes()];
+    let decoded = quant::decode(*dtype, bytes, &mut values);
+    let value = values.into_iter().find(|x| decoded.is_ok() && !x.is_finite()).unwrap_or(f32::NAN);
+    Error::NotFinite { tensor: name.clone(), value: value.to_string(), place: place(*dtype, block as u64) }
+}
+
+/// A block in words.
+fn place(dtype: Dtype, block: u64) -> String {
+    if dtype.is_plain() { format!("element {block}") } else { format!("block {block} of {dtype}") }
 }
 
 fn dequantize(
@@ -375,156 +449,7 @@ fn decode<'a>(
         Some(i) => Err(Error::NotFinite {
             tensor: source.name.clone(),
             value: values[i].to_string(),
-            element: elements.start + i as u64,
+            place: place(source.dtype, (elements.start + i as u64) / source.dtype.block_len() as u64),
         }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use bytes::Bytes;
-
-    fn source(name: &str, dtype: Dtype, dims: &[u64]) -> SourceTensor {
-        SourceTensor { name: name.to_owned(), dtype, shape: Shape::new(dims).unwrap() }
-    }
-
-    fn view(source: &SourceTensor, bytes: Vec<u8>) -> TensorView {
-        TensorView::new(&source.name, source.dtype, source.shape.clone(), Bytes::from(bytes)).unwrap()
-    }
-
-    /// Values that say where they come from.
-    fn counting(elements: u64) -> Vec<u8> {
-        (0..elements).flat_map(|i| (i as f32).to_le_bytes()).collect()
-    }
-
-    fn floats(bytes: &[u8]) -> Vec<f32> {
-        bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-    }
-
-    /// Fills a region in pieces of an odd size, so that every seam is crossed.
-    fn filled(transform: &Transform, views: &[TensorView], region: &Region, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        let mut scratch = Scratch::default();
-        for (i, piece) in bytes.chunks_mut(12).enumerate() {
-            fill(transform, views, region, i as u64 * 12, piece, &mut scratch).unwrap();
-        }
-        bytes
-    }
-
-    #[test]
-    fn copies_are_the_indices_of_the_region() {
-        let dims = [3u64, 4, 6];
-        let tensor = source("t", Dtype::F32, &dims);
-        let views = [view(&tensor, counting(72))];
-        let transform = Transform::Copy(tensor);
-        for axis in 0..3 {
-            for start in 0..=dims[axis] {
-                for end in start..=dims[axis] {
-                    let kept = |index: [u64; 3]| (start..end).contains(&index[axis]);
-                    let all = (0..3).flat_map(|a| (0..4).flat_map(move |b| (0..6).map(move |c| [a, b, c])));
-                    let expected: Vec<f32> =
-                        all.filter(|&i| kept(i)).map(|[a, b, c]| ((a * 4 + b) * 6 + c) as f32).collect();
-                    let region = Region::Range { axis, indices: start..end };
-                    let found = filled(&transform, &views, &region, expected.len() * 4);
-                    assert_eq!(floats(&found), expected, "axis {axis}, {start}..{end}");
-                }
-            }
-        }
-        assert_eq!(filled(&transform, &views, &Region::Whole, 288), counting(72));
-    }
-
-    #[test]
-    fn halves_of_a_fused_tensor_are_cut_by_expert_and_by_row() {
-        let fused = source("t", Dtype::F32, &[3, 4, 6]);
-        let views = [view(&fused, counting(72))];
-        for (half, skipped) in [(Half::First, 0), (Half::Second, 2)] {
-            let transform = Transform::CopyHalf { source: fused.clone(), half };
-            let regions = [
-                (Region::Whole, 0..3, 0..2),
-                (Region::Range { axis: 0, indices: 1..3 }, 1..3, 0..2),
-                (Region::Range { axis: 0, indices: 2..2 }, 2..2, 0..2),
-                (Region::Range { axis: 1, indices: 1..2 }, 0..3, 1..2),
-            ];
-            for (region, experts, rows) in regions {
-                let rows = || rows.clone();
-                let expected: Vec<f32> = experts
-                    .flat_map(|e: u64| {
-                        rows().flat_map(move |r: u64| {
-                            (0..6).map(move |c| (e * 24 + (r + skipped) * 6 + c) as f32)
-                        })
-                    })
-                    .collect();
-                assert_eq!(
-                    floats(&filled(&transform, &views, &region, expected.len() * 4)),
-                    expected,
-                    "{region:?}"
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn block_types_are_cut_between_blocks() {
-        let tensor = source("t", Dtype::Q8_0, &[2, 96]);
-        let bytes: Vec<u8> = (0..204).map(|i| i as u8).collect();
-        let views = [view(&tensor, bytes.clone())];
-        let region = Region::Range { axis: 1, indices: 32..96 };
-        let found = filled(&Transform::Copy(tensor), &views, &region, 136);
-        assert_eq!(found, [&bytes[34..102], &bytes[136..204]].concat());
-    }
-
-    #[test]
-    fn heads_are_nope_rows_transposed_back_and_then_v_rows() {
-        let dims = HeadDims { nope: 3, v: 2, r: 4 };
-        let k_b = source("k_b", Dtype::F32, &[2, 4, 3]);
-        let v_b = source("v_b", Dtype::F32, &[2, 2, 4]);
-        let views = [view(&k_b, counting(24)), view(&v_b, counting(16))];
-        let transform = Transform::JoinKvB { from: KvB::Halves { k_b, v_b, joined: None }, heads: dims };
-        let mut expected: Vec<f32> = Vec::new();
-        for head in 0..2 {
-            expected.extend((0..3).flat_map(|n| (0..4).map(move |r| ((head * 4 + r) * 3 + n) as f32)));
-            expected.extend((0..2).flat_map(|v| (0..4).map(move |r| ((head * 2 + v) * 4 + r) as f32)));
-        }
-        let bf16 = |bytes: &[u8]| -> Vec<f32> {
-            bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
-        };
-        assert_eq!(bf16(&filled(&transform, &views, &Region::Whole, 80)), expected);
-        let second = Region::Range { axis: 0, indices: 5..10 };
-        assert_eq!(bf16(&filled(&transform, &views, &second, 40)), expected[20..]);
-    }
-
-    #[test]
-    fn what_is_no_number_is_named() {
-        let tensor = source("blk.0.attn_norm.weight", Dtype::F32, &[4]);
-        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            let mut bytes = counting(4);
-            bytes[8..12].copy_from_slice(&bad.to_le_bytes());
-            let views = [view(&tensor, bytes)];
-            let transform = Transform::Dequantize(tensor.clone());
-            let error = fill(&transform, &views, &Region::Whole, 0, &mut [0; 16], &mut Scratch::default())
-                .unwrap_err();
-            let said = error.to_string();
-            assert!(said.contains("blk.0.attn_norm.weight") && said.contains(&bad.to_string()), "{said}");
-            assert!(said.contains("element 2"), "{said}");
-        }
-    }
-
-    #[test]
-    fn values_beyond_bf16_are_refused_and_the_largest_are_kept() {
-        let tensor = source("kv_b", Dtype::F32, &[2, 2]);
-        let heads = HeadDims { nope: 1, v: 1, r: 2 };
-        let transform = Transform::JoinKvB { from: KvB::Joined(tensor.clone()), heads };
-        let join = |x: f32| {
-            let bytes = [1.0, x, 2.0, 3.0f32].iter().flat_map(|x| x.to_le_bytes()).collect();
-            let mut out = [0; 8];
-            fill(&transform, &[view(&tensor, bytes)], &Region::Whole, 0, &mut out, &mut Scratch::default())
-                .map(|()| bf16::from_le_bytes([out[2], out[3]]))
-        };
-        assert!(join(f32::MAX).is_err());
-        assert_eq!(join(-f32::from(bf16::MAX)).unwrap(), bf16::MIN);
-        // Halves go to the even neighbour.
-        assert_eq!(join(1.0 + 1.0 / 256.0).unwrap(), bf16::ONE);
-        assert_eq!(join(1.0 + 3.0 / 256.0).unwrap().to_f32(), 1.0 + 4.0 / 256.0);
     }
 }

@@ -1,7 +1,7 @@
 //! Proves that a checkpoint is what was written, that its parts fit together, and, given the source, that they are the
 //! source's own tensors.
 //!
-//! Nothing here uses the code that made the files: places come from the manifests, and the source's bytes are looked up row
+//! Nothing here uses the code that made the weights: places come from the manifests, and the source's bytes are looked up row
 //! by row.
 
 mod source;

@@ -9,8 +9,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Each worker owns one chunk's buffer, so this many keep the program below 1 GiB.
+/// Each worker owns some MiB of buffers, so this many keep the program below 1 GiB.
 pub(crate) const MAX_THREADS: usize = 48;
+
+/// Threads beside one for each CPU: some always wait for a disk.
+const WAITING: usize = 4;
 
 /// How work is to be done.
 #[derive(Clone, Debug)]
@@ -30,11 +33,11 @@ pub enum Progress {
 }
 
 impl Control {
-    /// `threads` of `None` means one for each CPU; all counts are held between 1 and 48. Work stops with
+    /// `threads` of `None` means one for each CPU and four more, which wait for disks; all counts are held between 1 and 48. Work stops with
     /// [`Error::Interrupted`] when `interrupt` becomes true.
     pub fn new(threads: Option<usize>, interrupt: Arc<AtomicBool>, progress: Progress) -> Self {
-        let cpus = || thread::available_parallelism().map_or(1, usize::from);
-        Self { threads: threads.unwrap_or_else(cpus).clamp(1, MAX_THREADS), interrupt, progress }
+        let suitable = || thread::available_parallelism().map_or(1, usize::from) + WAITING;
+        Self { threads: threads.unwrap_or_else(suitable).clamp(1, MAX_THREADS), interrupt, progress }
     }
 
     pub(crate) fn stage(&self, name: &'static str, bytes: u64) -> Stage {

@@ -1,6 +1,8 @@
 // Preloaded into the program under test. Counts the calls that open, read, change or flush files below $FAULT_IN; the
 // $FAULT_AT-th (from 1) meets $FAULT_DO: "kill" ends the program before it, "torn" in the middle of a write, "EIO" makes it
 // fail, "ENOSPC" makes it and all later ones that need space fail. At a normal end the count is left in $FAULT_COUNT.
+// "no O_DIRECT" and "no O_DIRECT writes" refuse to open, and to write, files past the page cache, as some file systems do, and
+// need no $FAULT_AT; $FAULT_COUNT is then how often.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -38,7 +40,7 @@ enum kind { READS, NEEDS_SPACE, OTHER };
 enum verdict { GO_ON, FAIL, TEAR };
 
 static enum verdict judge(const char *path, enum kind kind) {
-    if (!in || !todo || strncmp(path, in, strlen(in)) != 0) return GO_ON;
+    if (!in || !todo || strncmp(todo, "no O_DIRECT", 11) == 0 || strncmp(path, in, strlen(in)) != 0) return GO_ON;
     int call = atomic_fetch_add(&calls, 1) + 1;
     if (at == 0 || call < at) return GO_ON;
     if (strcmp(todo, "ENOSPC") == 0) {
@@ -64,6 +66,14 @@ static enum verdict judge_fd(int fd, enum kind kind) {
     return judge(path, kind);
 }
 
+// Whether a file is opened, or written, past the page cache where that is to be refused.
+static int refuses(int flags, const char *what) {
+    if (!todo || strcmp(todo, what) != 0 || !(flags & O_DIRECT)) return 0;
+    atomic_fetch_add(&calls, 1);
+    errno = EINVAL;
+    return 1;
+}
+
 #define NEXT(type, name, ...) ((type(*)(__VA_ARGS__))dlsym(RTLD_NEXT, name))
 
 int open64(const char *path, int flags, ...) {
@@ -71,6 +81,7 @@ int open64(const char *path, int flags, ...) {
     va_start(list, flags);
     mode_t mode = flags & O_CREAT ? va_arg(list, mode_t) : 0;
     va_end(list);
+    if (refuses(flags, "no O_DIRECT")) return -1;
     enum verdict verdict = judge(path, flags & O_CREAT ? NEEDS_SPACE : OTHER);
     if (verdict == TEAR) raise(SIGKILL);
     return verdict == FAIL ? -1 : NEXT(int, "open64", const char *, int, ...)(path, flags, mode);
@@ -85,6 +96,7 @@ ssize_t write(int fd, const void *bytes, size_t len) {
 }
 
 ssize_t pwrite64(int fd, const void *bytes, size_t len, off64_t offset) {
+    if (refuses(fcntl(fd, F_GETFL), "no O_DIRECT writes")) return -1;
     enum verdict verdict = judge_fd(fd, NEEDS_SPACE);
     if (verdict == FAIL) return -1;
     ssize_t done =

@@ -219,11 +219,23 @@ impl RankShard {
         self.index.get(name).map(|&i| &self.manifest.tensors[i])
     }
 
-    /// A tensor's bytes.
+    /// A tensor whose bytes are rows of blocks.
     ///
     /// # Errors
-    /// [`Error::Layout`] when they are arranged in a way unknown here.
+    /// [`Error::Layout`] or [`Error::OtherLayout`] when they are arranged in another way.
     pub fn view(&self, entry: &TensorEntry) -> Result<TensorView, Error> {
+        if entry.layout == Layout::Mma16 {
+            let (tensor, layout) = (entry.name.clone(), entry.layout.name().to_owned());
+            return Err(Error::OtherLayout { tensor, layout }.in_file(&self.path));
+        }
+        self.arranged(entry)
+    }
+
+    /// A tensor's bytes in the layout that its entry names; type and shape are those of the tensor, whatever the order.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] when nothing is known of it here.
+    pub fn arranged(&self, entry: &TensorEntry) -> Result<TensorView, Error> {
         if let Layout::Unknown(layout) = &entry.layout {
             return Err(
                 Error::Layout { tensor: entry.name.clone(), layout: layout.clone() }.in_file(&self.path)

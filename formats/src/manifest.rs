@@ -4,12 +4,16 @@
 //! A manifest is believed only after [`Manifest::parse`] or [`RankManifest::parse`]: those hold every range, shape and
 //! count against the others.
 
+mod ranks;
+
+pub use crate::layout::Layout;
+
 use crate::config::ModelConfig;
 use crate::digest::{CHUNK_BYTES, Digest, root_digest};
 use crate::tensor::bytes_of;
-use crate::{Dtype, Error, LayerIdx, Shape, TensorName};
+use crate::{Dtype, Error, Shape};
 use serde::{Deserialize, Serialize};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ops::Range;
 
 /// `format` of every checkpoint.json.
@@ -184,34 +188,6 @@ pub struct TensorEntry {
     pub blake3: Option<Digest>,
 }
 
-/// Arrangement of a tensor's bytes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "String", into = "String")]
-pub enum Layout {
-    /// GGUF's own: rows of blocks.
-    Ggml,
-    /// A name that this version does not know.
-    Unknown(String),
-}
-
-impl From<String> for Layout {
-    fn from(name: String) -> Self {
-        match name.as_str() {
-            "ggml" => Self::Ggml,
-            _ => Self::Unknown(name),
-        }
-    }
-}
-
-impl From<Layout> for String {
-    fn from(layout: Layout) -> Self {
-        match layout {
-            Layout::Ggml => "ggml".to_owned(),
-            Layout::Unknown(name) => name,
-        }
-    }
-}
-
 /// Which part of a tensor a rank has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
@@ -240,6 +216,15 @@ pub enum Replicated {
 impl Shard {
     /// All of the tensor on every rank.
     pub const REPLICATED: Self = Self::Whole(Replicated::Replicated);
+}
+
+impl std::fmt::Display for Shard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Whole(_) => f.write_str("all of it"),
+            Self::Cut { axis, start, len } => write!(f, "axis {axis}, {len} from {start}"),
+        }
+    }
 }
 
 /// What was done to the source's bytes before they were cut.
@@ -273,93 +258,6 @@ impl Manifest {
         let manifest: Self = json(bytes)?;
         manifest.validate()?;
         Ok(manifest)
-    }
-
-    /// Holds the manifests of all ranks, rank 0 first, against each other and the model: the same tensors on every rank,
-    /// whose parts make up the whole in the order of ranks, and none that the model has no layer for.
-    ///
-    /// # Errors
-    /// [`Error::Manifest`] naming the rank and the tensor.
-    ///
-    /// # Panics
-    /// When there is not one manifest for each rank.
-    pub fn check_ranks(&self, manifests: &[RankManifest]) -> Result<(), Error> {
-        assert_eq!(manifests.len(), self.ranks, "one manifest for each rank");
-        let layers = self.model.all_layers().count();
-        let (first, others) = manifests.split_first().expect("there is at least one rank");
-        for entry in &first.tensors {
-            if let Some(TensorName::Layer(LayerIdx(layer), _)) = TensorName::from_native(&entry.name) {
-                check(
-                    &format!("tensor {}", entry.name),
-                    layer < layers,
-                    &format!("a layer below {layers}"),
-                    layer,
-                )?;
-            }
-        }
-        let head = first.tensor("lm_head.weight").is_some();
-        check(
-            "tie_word_embeddings",
-            head != self.model.tie_word_embeddings,
-            "true without lm_head and false with it",
-            head,
-        )?;
-        let by_name: Vec<HashMap<&str, &TensorEntry>> =
-            others.iter().map(|m| m.tensors.iter().map(|t| (t.name.as_str(), t)).collect()).collect();
-        for (rank, tensors) in (1..).zip(&by_name) {
-            let expected = first.tensors.len();
-            check(
-                &format!("tensors of rank {rank}"),
-                tensors.len() == expected,
-                &format!("{expected}, as rank 0"),
-                tensors.len(),
-            )?;
-        }
-        for entry in &first.tensors {
-            let of_rank = |rank: usize| format!("tensor {} of rank {rank}", entry.name);
-            let mut end = entry.cut_end(&of_rank(0), 0)?;
-            for (rank, tensors) in (1..).zip(&by_name) {
-                let Some(other) = tensors.get(entry.name.as_str()) else {
-                    return check(&of_rank(rank), false, "it there, as on rank 0", "no such tensor");
-                };
-                let same = (other.dtype, &other.layout, &other.full_shape)
-                    == (entry.dtype, &entry.layout, &entry.full_shape);
-                check(
-                    &of_rank(rank),
-                    same,
-                    &format!("{} {}", entry.dtype, entry.full_shape),
-                    format!("{} {}", other.dtype, other.full_shape),
-                )?;
-                end = match (entry.shard, other.shard) {
-                    (Shard::Whole(_), Shard::Whole(_)) => {
-                        let differ = entry.blake3.zip(other.blake3).is_some_and(|(a, b)| a != b);
-                        check(
-                            &of_rank(rank),
-                            !differ,
-                            "the bytes of rank 0's, because it is replicated",
-                            "others",
-                        )?;
-                        end
-                    }
-                    (Shard::Cut { axis: a, .. }, Shard::Cut { axis: b, .. }) if a == b => {
-                        other.cut_end(&of_rank(rank), end)?
-                    }
-                    (expected, found) => {
-                        return check(&of_rank(rank), false, &format!("{expected:?}"), format!("{found:?}"));
-                    }
-                };
-            }
-            if let Shard::Cut { axis, .. } = entry.shard {
-                let dim = entry.full_shape.dims()[axis];
-                check(
-                    &format!("tensor {}", entry.name),
-                    end == dim,
-                    &format!("parts up to {dim}"),
-                    format!("up to {end}"),
-                )?;
-            }
-        }
-        Ok(())
     }
 
     fn validate(&self) -> Result<(), Error> {
@@ -461,18 +359,6 @@ impl RankManifest {
 }
 
 impl TensorEntry {
-    /// Where this part of a cut tensor ends; it must start at `expected`. Replicated tensors end nowhere.
-    fn cut_end(&self, what: &str, expected: u64) -> Result<u64, Error> {
-        let Shard::Cut { start, len, .. } = self.shard else { return Ok(0) };
-        check(
-            what,
-            start == expected,
-            &format!("a part from {expected}, where the rank before ends"),
-            format!("from {start}"),
-        )?;
-        Ok(start + len)
-    }
-
     fn validate(&self, file_bytes: u64) -> Result<(), Error> {
         let field = |name: &str| format!("tensor {}, {name}", self.name);
         let (start, end) = self.bytes;
@@ -495,6 +381,14 @@ impl TensorEntry {
             "whole blocks",
             &self.full_shape,
         )?;
+        if !matches!(self.layout, Layout::Unknown(_)) {
+            check(
+                &field("layout"),
+                self.layout.fits(self.dtype, &self.shape),
+                "one that its type and shape allow",
+                &self.layout,
+            )?;
+        }
         match self.shard {
             Shard::Whole(_) => check(
                 &field("shape"),

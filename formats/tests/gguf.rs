@@ -4,6 +4,7 @@
 use formats::gguf::{GgufFile, GgufSet};
 use formats::{Dtype, Error};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 /// Writes GGUF bytes field by field, without any care for what is legal.
 #[derive(Clone)]
@@ -88,6 +89,7 @@ fn good() -> Builder {
         .data(160 + 12)
 }
 
+/// Cases: G27.
 #[test]
 fn a_good_file_reads_in_both_versions() {
     for version in [2, 3] {
@@ -118,10 +120,11 @@ fn trailing_bytes_and_unknown_keys_are_fine() {
     assert!(GgufFile::parse(bytes.into()).is_ok());
 }
 
+/// Cases: G1, G5, G6, G8, G9, G11, G16, G26, G27, T39, T40.
 #[test]
 fn lies_are_refused_by_name() {
     let big = |n: u64| n.to_le_bytes();
-    let cases: [(&str, Builder, &[&str]); 23] = [
+    let cases: [(&str, Builder, &[&str]); 26] = [
         ("version 1", Builder { version: 1, ..good() }, &["version 1"]),
         ("big-endian", Builder { version: 3u32.swap_bytes(), ..good() }, &["big-endian"]),
         ("version 9", Builder { version: 9, ..good() }, &["version 9"]),
@@ -152,6 +155,11 @@ fn lies_are_refused_by_name() {
         ),
         ("alignment 0", good().key("general.alignment", 4, &0u32.to_le_bytes()), &["general.alignment"]),
         ("alignment 12", good().key("general.alignment", 4, &12u32.to_le_bytes()), &["general.alignment"]),
+        (
+            "alignment -32",
+            good().key("general.alignment", 5, &(-32i32).to_le_bytes()),
+            &["general.alignment"],
+        ),
         ("alignment u64", good().key("general.alignment", 10, &big(32)), &["general.alignment"]),
         ("duplicate tensor", good().tensor("a", &[1], 0, 192), &["tensor a"]),
         ("five dimensions", good().tensor("t", &[1, 1, 1, 1, 1], 0, 192), &["tensor t", "5"]),
@@ -162,6 +170,8 @@ fn lies_are_refused_by_name() {
             &["tensor t", "36", "removed", "2 such"],
         ),
         ("foreign type", good().tensor("t", &[32], 139, 192), &["tensor t", "139", "ik_llama"]),
+        ("foreign type", good().tensor("t", &[32], 105, 192), &["tensor t", "105"]),
+        ("foreign type", good().tensor("t", &[32], 106, 192), &["tensor t", "106"]),
         ("partial block", good().tensor("t", &[33], 8, 192), &["tensor t", "33"]),
         ("misaligned", good().tensor("t", &[1], 0, 100), &["tensor t", "multiple"]),
         ("overlap", good().tensor("t", &[1], 0, 128), &["tensor", "overlap"]),
@@ -175,6 +185,7 @@ fn lies_are_refused_by_name() {
     }
 }
 
+/// Cases: G19, G21.
 #[test]
 fn a_tensor_past_the_end_says_how_many_bytes_are_missing() {
     let message = good().tensor("t", &[100], 0, 192).error();
@@ -183,6 +194,62 @@ fn a_tensor_past_the_end_says_how_many_bytes_are_missing() {
     assert!(overflow.contains("tensor t"), "{overflow}");
 }
 
+/// Each fits 64 bits, and their sum does not.
+///
+/// Cases: G3.
+#[test]
+fn sizes_whose_sum_overflows_are_refused() {
+    let half = 1u64 << 61;
+    let file = Builder::new().tensor("a", &[half], 0, 0).tensor("b", &[half], 0, 1 << 63).data(64);
+    let message = file.error();
+    assert!(message.contains("tensor a") && message.contains("more bytes"), "{message}");
+}
+
+/// A count of 2^60 in every place that has one, and no more bytes than that place needs.
+///
+/// Cases: G18.
+#[test]
+fn tiny_files_ask_for_nothing() {
+    let huge = (1u64 << 60).to_le_bytes();
+    let head = |counts: [u64; 2]| {
+        [&b"GGUF\x03\0\0\0"[..], &counts[0].to_le_bytes(), &counts[1].to_le_bytes()].concat()
+    };
+    let key = [&1u64.to_le_bytes()[..], b"k"].concat();
+    let files = [
+        head([1 << 60, 0]),
+        head([0, 1 << 60]),
+        [&head([0, 1])[..], &huge].concat(),
+        [&head([0, 1])[..], &key, &8u32.to_le_bytes(), &huge].concat(),
+        [&head([0, 1])[..], &key, &9u32.to_le_bytes(), &8u32.to_le_bytes(), &huge].concat(),
+        [&head([0, 1])[..], &key, &9u32.to_le_bytes(), &9u32.to_le_bytes(), &huge].concat(),
+        [&head([1, 0])[..], &huge].concat(),
+        [&head([1, 0])[..], &key, &u32::MAX.to_le_bytes()].concat(),
+    ];
+    for file in files {
+        assert!(file.len() < 64);
+        let start = Instant::now();
+        assert!(GgufFile::parse(file.clone().into()).is_err(), "{file:?}");
+        assert!(start.elapsed() < Duration::from_millis(100), "{file:?}");
+    }
+}
+
+/// GLM-5's 154 880 tokens, with as many merges.
+///
+/// Cases: G28.
+#[test]
+fn a_large_vocabulary_is_read_at_once() {
+    const TOKENS: u64 = 154_880;
+    let strings: Vec<u8> = (0..TOKENS).flat_map(|i| string(&format!("token {i}"))).collect();
+    let array = [&8u32.to_le_bytes()[..], &TOKENS.to_le_bytes(), &strings].concat();
+    let bytes = good().key("tokens", 9, &array).key("merges", 9, &array).build();
+    let start = Instant::now();
+    let file = GgufFile::parse(bytes.into()).unwrap();
+    assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
+    let tokens = file.metadata.array("tokens").unwrap().unwrap();
+    assert_eq!(tokens.strings().unwrap().last(), Some(&b"token 154879"[..]));
+}
+
+/// Cases: G12.
 #[test]
 fn empty_tensors_and_scalars_are_legal() {
     let file = good().tensor("none", &[0, 5], 0, 0).tensor("scalar", &[], 0, 192).data(196).parse().unwrap();
@@ -190,6 +257,7 @@ fn empty_tensors_and_scalars_are_legal() {
     assert_eq!(file.tensors[3].shape.dims(), [1]);
 }
 
+/// Cases: G22.
 #[test]
 fn files_of_other_kinds_are_recognised() {
     let cases: [(&[u8], &str); 7] = [
@@ -252,6 +320,7 @@ fn write(dir: &tempfile::TempDir, name: &str, bytes: &[u8]) -> PathBuf {
     path
 }
 
+/// Cases: S31.
 #[test]
 fn parts_open_from_any_of_them() {
     let dir = tempfile::tempdir().unwrap();
@@ -274,6 +343,7 @@ fn parts_open_from_any_of_them() {
     }
 }
 
+/// Cases: G11, G15, S29, S30, S34.
 #[test]
 fn faults_of_split_files_are_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -303,6 +373,12 @@ fn faults_of_split_files_are_named() {
     write(&dir, "d-00002-of-00002.gguf", &part(0, 2, 2, Builder::new()));
     let a = dir.path().join("d-00001-of-00002.gguf");
     assert!(GgufSet::open(&a).unwrap_err().to_string().contains("split.no"));
+
+    let text = Builder::new().key("split.no", 2, &[0, 0]).key("split.count", 8, &string("two"));
+    let a = write(&dir, "s-00001-of-00002.gguf", &text.build());
+    write(&dir, "s-00002-of-00002.gguf", &part(1, 2, 0, Builder::new()));
+    let message = GgufSet::open(&a).unwrap_err().to_string();
+    assert!(message.contains("split.count") && message.contains("two"), "{message}");
 
     let piece = write(&dir, "x.gguf.part1of2", &good().build()[..100]);
     assert!(GgufSet::open(&piece).unwrap_err().to_string().contains("cat"));

@@ -232,3 +232,34 @@ pub fn listing(dir: &Path) -> BTreeMap<String, u64> {
         })
         .collect()
 }
+
+/// Writes a copy of the one-file model `model` to `to`, with some tensors replaced by others of the same shape: `replaced` gets
+/// a tensor's GGUF name and shape.
+pub fn rewrite_gguf(
+    model: &Path,
+    to: &Path,
+    replaced: impl Fn(&str, &formats::Shape) -> Option<Replacement>,
+) {
+    let string = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let bytes =
+        bytes::Bytes::from(std::fs::read(model).unwrap_or_else(|e| panic!("{}: {e}", model.display())));
+    let file = formats::gguf::GgufFile::parse(bytes.clone()).expect("it is a model");
+    let first = string(&file.tensors[0].name);
+    let keys_end = bytes.windows(first.len()).position(|window| window == first).expect("it is listed");
+    let mut header = bytes[..keys_end].to_vec();
+    let mut data: Vec<u8> = Vec::new();
+    for info in &file.tensors {
+        let own = || (info.dtype, bytes[info.bytes.start as usize..info.bytes.end as usize].to_vec());
+        let (dtype, content) = replaced(&info.name, &info.shape).unwrap_or_else(own);
+        assert_eq!(formats::bytes_of(dtype, &info.shape), Some(content.len() as u64), "{}", info.name);
+        header.extend(string(&info.name));
+        header.extend((info.shape.dims().len() as u32).to_le_bytes());
+        header.extend(info.shape.dims().iter().rev().flat_map(|n| n.to_le_bytes()));
+        header.extend(dtype.id().to_le_bytes());
+        header.extend((data.len() as u64).to_le_bytes());
+        data.extend(content);
+        data.resize(data.len().next_multiple_of(32), 0);
+    }
+    header.resize(header.len().next_multiple_of(32), 0);
+    std::fs::write(to, [header, data].concat()).unwrap_or_else(|e| panic!("{}: {e}", to.display()));
+}

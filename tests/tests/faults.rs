@@ -96,21 +96,31 @@ fn a_config_that_does_not_fit_its_tensors_is_refused() {
 }
 
 #[test]
-fn weights_that_are_no_numbers_end_the_answer_with_their_cause() {
+fn weights_that_are_no_numbers_are_not_converted_and_end_an_answer_with_their_cause() {
+    const TENSOR: &str = "model.layers.0.self_attn.q_a_proj.weight";
     let temp = TempDir::new().unwrap();
     let gguf = temp.path().join("nan.gguf");
     let mut bytes = std::fs::read(bundled().gguf).unwrap();
-    let (_, info) = GgufSet::open(&bundled().gguf)
-        .unwrap()
-        .info("blk.0.attn_q_a.weight")
-        .map(|(p, i)| (p, i.clone()))
-        .unwrap();
+    let set = GgufSet::open(&bundled().gguf).unwrap();
+    let at = set.info("blk.0.attn_q_a.weight").unwrap().1.bytes.start as usize;
     // The scale of the first Q4_K block.
-    let at = info.bytes.start as usize;
     bytes[at..at + 2].copy_from_slice(&0x7e00u16.to_le_bytes());
     std::fs::write(&gguf, bytes).unwrap();
     let dir = temp.path().join("checkpoint");
-    success(Command::new(program("shardmill")).arg("convert").arg(&gguf).arg(&dir));
+    let message = failure(Command::new(program("shardmill")).arg("convert").arg(&gguf).arg(&dir), 2);
+    for word in ["nan.gguf", "blk.0.attn_q_a.weight", "NaN", "block 0 of Q4_K"] {
+        assert!(message.contains(word), "{message} should name {word}");
+    }
+    assert!(!dir.exists());
+    // A checkpoint that was damaged later.
+    let dir = bundled().convert(temp.path(), 2);
+    for rank in 0..2 {
+        let shard = Checkpoint::open(&dir).unwrap().rank(rank).unwrap();
+        let at = shard.entry(TENSOR).unwrap().bytes.0 as usize;
+        let mut bytes = shard.bytes().to_vec();
+        bytes[at..at + 2].copy_from_slice(&0x7e00u16.to_le_bytes());
+        std::fs::write(shard.path(), bytes).unwrap();
+    }
     let output = generate(&dir).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");

@@ -4,13 +4,14 @@
 use bytes::Bytes;
 use converter::Unfinished;
 use converter::execute::convert;
-use converter::plan::{Options, Plan, UnknownTensors};
+use converter::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use converter::side_files::side_files;
 use converter::work::{Control, Progress};
 use formats::checkpoint::Checkpoint;
 use formats::gguf::{GgufFile, GgufSet};
 use formats::manifest::{ExpertCut, Manifest, RankManifest};
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -158,6 +159,7 @@ fn whatever_the_bytes_a_value_or_one_line() {
                 ranks: [1, 2, 3, 8][case % 4],
                 experts: [ExpertCut::Tensor, ExpertCut::Expert][case / 4 % 2],
                 unknown: [UnknownTensors::Refuse, UnknownTensors::Skip][case / 8 % 2],
+                layout: [WeightLayout::Ggml, WeightLayout::Mma16][case / 16 % 2],
             };
             let out = case.is_multiple_of(CONVERTED).then_some(out.as_path());
             let began = Instant::now();
@@ -199,8 +201,12 @@ fn seeds_of_the_fuzzers_are_accepted() {
 #[derive(Deserialize)]
 struct Hostile {
     file: String,
+    what: String,
     accept: bool,
     must_name: Vec<AnyOf>,
+    /// Files that it is a part of a model with.
+    #[serde(default)]
+    also: Vec<String>,
 }
 
 /// A word, or several of which one will do.
@@ -221,12 +227,20 @@ impl AnyOf {
     }
 }
 
-/// Files that must be refused, and what each error must name: made here of the small model, and those of `../shared`.
-fn hostile(temp: &Path) -> Vec<(PathBuf, Vec<AnyOf>)> {
+/// A file of the corpus.
+struct Case {
+    path: PathBuf,
+    what: String,
+    /// What the one line must name; `None` for a file that must be accepted.
+    names: Option<Vec<AnyOf>>,
+}
+
+/// Files made here of the small model, and those of `../shared`.
+fn hostile(temp: &Path) -> Vec<Case> {
     let good = std::fs::read(small()).unwrap();
     let first_key = 24;
     let counts = [("tensor count", 8), ("metadata key count", 16), ("metadata key", first_key)];
-    let mut files: Vec<(PathBuf, Vec<AnyOf>)> = counts
+    let mut cases: Vec<Case> = counts
         .iter()
         .flat_map(|(name, at)| [1 << 61, 1 << 63, u64::MAX].map(|value| (name, at, value)))
         .map(|(name, &at, value)| {
@@ -234,16 +248,30 @@ fn hostile(temp: &Path) -> Vec<(PathBuf, Vec<AnyOf>)> {
             let mut bytes = good.clone();
             bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
             std::fs::write(&path, bytes).unwrap();
-            (path, vec![AnyOf::This((*name).to_owned())])
+            let what = format!("{value:#x} at {at}");
+            Case { path, what, names: Some(vec![AnyOf::This((*name).to_owned())]) }
         })
         .collect();
+    cases.push(Case { path: small(), what: "the small model".to_owned(), names: None });
     if let Some(shared) = shared("the hostile files") {
-        let cases: Vec<Hostile> = read_json(&shared.join("hostile/hostile.json"));
-        let refused = cases.into_iter().filter(|case| !case.accept);
-        files.extend(refused.map(|case| (shared.join("hostile").join(case.file), case.must_name)));
-        assert!(files.len() > 30);
+        let folder = shared.join("hostile");
+        let listed: Vec<Hostile> = read_json(&folder.join("hostile.json"));
+        let known: BTreeSet<&str> = listed
+            .iter()
+            .flat_map(|case| std::iter::once(&case.file).chain(&case.also))
+            .map(|f| &**f)
+            .collect();
+        for file in listing(&folder).into_keys().filter(|name| name.ends_with(".gguf")) {
+            assert!(known.contains(&*file), "{file} is not in hostile.json");
+        }
+        cases.extend(listed.into_iter().map(|case| Case {
+            path: folder.join(case.file),
+            what: case.what,
+            names: (!case.accept).then_some(case.must_name),
+        }));
+        assert!(cases.len() > 35);
     }
-    files
+    cases
 }
 
 /// `shardmill` below one of the shell's limits.
@@ -255,23 +283,31 @@ fn limited(limit: &str, arguments: &[&OsStr]) -> Command {
 }
 
 /// The limit is on the address space, which no less than the resident set fits into; an allocation beyond it would end the
-/// program with another exit code and more lines.
+/// program with another exit code and more lines. One thread: each one's stack alone is 2 MiB of addresses.
+/// Cases: G1, G2, G4, G6, G22.
 #[test]
 fn hostile_files_take_no_time_no_memory_and_leave_nothing() {
     const KIB: u32 = 64 << 10;
     let temp = TempDir::new().unwrap();
     let out = TempDir::new().unwrap();
-    for (path, names) in hostile(temp.path()) {
+    for Case { path, what, names } in hostile(temp.path()) {
         let checkpoint = out.path().join("checkpoint");
         let arguments = ["convert".as_ref(), path.as_os_str(), checkpoint.as_os_str()];
         let mut command = limited(&format!("-v {KIB}"), &arguments);
+        command.args(["--threads", "1"]);
         let start = Instant::now();
+        let Some(names) = names else {
+            success(&mut command);
+            assert!(checkpoint.is_dir(), "{} ({what})", path.display());
+            std::fs::remove_dir_all(&checkpoint).unwrap();
+            continue;
+        };
         let message = failure(&mut command, 2).to_lowercase();
         assert!(start.elapsed() < Duration::from_secs(1), "{}: {:?}", path.display(), start.elapsed());
         for name in names {
-            assert!(name.is_in(&message), "{}: {message}", path.display());
+            assert!(name.is_in(&message), "{} ({what}): {message}", path.display());
         }
-        assert!(listing(out.path()).is_empty(), "{}: something was left", path.display());
+        assert!(listing(out.path()).is_empty(), "{} ({what}): something was left", path.display());
     }
 }
 
@@ -283,6 +319,7 @@ fn the_memory_limit_can_fail() {
 }
 
 /// The small model in as many parts as splits have been seen to have, with fewer descriptors than parts.
+/// Cases: S33b, S34, S35.
 #[test]
 fn a_split_of_1760_parts_opens_with_64_descriptors() {
     const PARTS: usize = 1760;

@@ -1,6 +1,7 @@
-//! Chunks of rank files as jobs: each is made from the mapped source in pieces that are hashed and written while they are in
-//! cache, or, when it is there already, hashed.
+//! Chunks of rank files as jobs: each is made from the mapped source in pieces that are hashed while they are in cache, and
+//! written some pieces at a time; or, when it is there already, hashed.
 
+use super::output::{BLOCK_BYTES, Block, Direct, Output};
 use crate::Error;
 use crate::chunks::{self, TensorHasher};
 use crate::journal::Journal;
@@ -12,9 +13,7 @@ use formats::gguf::GgufSet;
 use formats::manifest::rank_file_name;
 use formats::{Digest, TensorView};
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{File, OpenOptions};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -75,7 +74,10 @@ pub(super) struct ChunkDigests {
 /// A worker's memory.
 #[derive(Default)]
 struct Memory {
+    /// Of a file that is read.
     piece: Vec<u8>,
+    /// Of a file that is written.
+    block: Block,
     scratch: Scratch,
 }
 
@@ -93,6 +95,7 @@ pub(super) fn run(work: &Work<'_>, name: &'static str, control: &Control) -> Res
     let rank_bytes: u64 = ranks.iter().map(|&rank| plan.layouts[rank].bytes).sum();
     let stage = control.stage(name, source_bytes + rank_bytes);
     let maker = Maker { set, plan, views };
+    let direct = Direct::new();
     let results = control.run(&jobs, |memory: &mut Memory, job| match *job {
         Job::Source { part, chunk } => {
             let part = &set.parts()[part];
@@ -112,7 +115,8 @@ pub(super) fn run(work: &Work<'_>, name: &'static str, control: &Control) -> Res
                     return Ok(digests);
                 }
             }
-            let digests = write_chunk(&maker, rank, chunk, &path, &stage, memory)?;
+            let mut output = Output::open(&path, &direct)?;
+            let digests = write_chunk(&maker, rank, chunk, &mut output, &stage, memory)?;
             journal.record(rank, chunk, digests.chunk, path)?;
             Ok(digests)
         }
@@ -184,7 +188,7 @@ fn jobs(work: &Work<'_>) -> Vec<Job> {
 /// Where in rank 0's file each source tensor ends up first.
 fn first_uses(plan: &Plan) -> HashMap<&str, Range<u64>> {
     let mut uses: HashMap<&str, Range<u64>> = HashMap::new();
-    for Placed { tensor, bytes } in &plan.layouts[0].placed {
+    for Placed { tensor, bytes } in plan.layouts[0].placed.iter() {
         for source in plan.tensors[*tensor].transform.sources() {
             uses.entry(&source.name).or_insert(bytes.clone());
         }
@@ -203,21 +207,26 @@ fn write_chunk(
     maker: &Maker<'_>,
     rank: usize,
     chunk: u64,
-    path: &Path,
+    output: &mut Output<'_>,
     stage: &Stage,
     memory: &mut Memory,
 ) -> Result<ChunkDigests, Error> {
     let len = maker.plan.layouts[rank].bytes;
-    let file = open_for_writing(path)?;
     let mut hasher = ChunkHasher::new(chunk * CHUNK_BYTES, len);
     let mut tensors = TensorHasher::new(&maker.plan.layouts[rank].placed, chunk);
-    for range in chunks::pieces(chunk, len) {
-        maker.fill(rank, &range, memory)?;
-        hasher.update(&memory.piece);
-        tensors.update(&memory.piece, range.start);
-        let action = || format!("cannot write {} bytes at byte {}", memory.piece.len(), range.start);
-        file.write_all_at(&memory.piece, range.start).map_err(|e| Error::io(path, action(), e))?;
-        stage.advance(memory.piece.len() as u64);
+    let Memory { block, scratch, .. } = memory;
+    let mut pieces = chunks::pieces(chunk, len).peekable();
+    while let Some(start) = pieces.peek().map(|piece| piece.start) {
+        let mut filled = 0;
+        while let Some(piece) = pieces.next_if(|piece| piece.end - start <= BLOCK_BYTES as u64) {
+            let bytes = &mut block.bytes((piece.end - start) as usize)[filled..];
+            maker.fill(rank, &piece, bytes, scratch)?;
+            hasher.update(bytes);
+            tensors.update(bytes, piece.start);
+            filled += bytes.len();
+        }
+        output.write(block.bytes(filled), start)?;
+        stage.advance(filled as u64);
     }
     Ok(ChunkDigests { chunk: hasher.finish(), tensors: tensors.finished })
 }
@@ -247,11 +256,15 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Leaves bytes `range` of a rank's file in `memory.piece`.
-    fn fill(&self, rank: usize, range: &Range<u64>, memory: &mut Memory) -> Result<(), Error> {
+    /// Writes bytes `range` of a rank's file to `piece`.
+    fn fill(
+        &self,
+        rank: usize,
+        range: &Range<u64>,
+        piece: &mut [u8],
+        scratch: &mut Scratch,
+    ) -> Result<(), Error> {
         let layout = &self.plan.layouts[rank];
-        let Memory { piece, scratch } = memory;
-        piece.resize((range.end - range.start) as usize, 0);
         let overlap = |bytes: &Range<u64>| bytes.start.max(range.start)..bytes.end.min(range.end);
         let within =
             |bytes: &Range<u64>| (bytes.start - range.start) as usize..(bytes.end - range.start) as usize;
@@ -269,7 +282,8 @@ impl Maker<'_> {
             let tensor = &self.plan.tensors[placed.tensor];
             let from = bytes.start - placed.bytes.start;
             let out = &mut piece[within(&bytes)];
-            fill(&tensor.transform, &self.views[placed.tensor], &tensor.region(rank), from, out, scratch)
+            let views = &self.views[placed.tensor];
+            fill(&tensor.transform, views, &tensor.region(rank), &tensor.layout, from, out, scratch)
                 .map_err(|e| e.in_file(source_path(self.set, tensor)))?;
         }
         Ok(())
@@ -280,9 +294,4 @@ impl Maker<'_> {
 fn source_path<'a>(set: &'a GgufSet, tensor: &Planned) -> &'a Path {
     let source = &tensor.transform.sources()[0].name;
     set.info(source).map_or(set.path(), |(part, _)| &set.parts()[part].path)
-}
-
-/// Files are opened for each chunk: 1024 ranks are more than a process may keep open.
-fn open_for_writing(path: &Path) -> Result<File, Error> {
-    OpenOptions::new().write(true).open(path).map_err(|e| Error::io(path, "cannot open", e))
 }

@@ -10,7 +10,7 @@ use formats::Digest;
 use formats::digest::{CHUNK_BYTES, root_digest};
 use formats::gguf::GgufSet;
 use formats::manifest::{
-    B3SUMS_FILE, FORMAT, FORMAT_VERSION, Layout, MANIFEST_FILE, Manifest, RankFile, RankManifest, SideFile,
+    B3SUMS_FILE, FORMAT, FORMAT_VERSION, MANIFEST_FILE, Manifest, RankFile, RankManifest, SideFile,
     SourceFile, TensorEntry, rank_file_name, rank_manifest_name,
 };
 use std::collections::{BTreeMap, HashMap};
@@ -101,7 +101,7 @@ pub(super) fn rank_manifest(plan: &Plan, rank: usize, digests: &[ChunkDigests]) 
         TensorEntry {
             name: tensor.name.clone(),
             dtype: tensor.dtype(),
-            layout: Layout::Ggml,
+            layout: tensor.layout.clone(),
             shape: tensor.shard_shape(rank),
             full_shape: tensor.shape.clone(),
             shard: tensor.shard(rank),

@@ -69,7 +69,7 @@ pub fn convert_ranks(
     };
     dir.remove()?;
     let there_bytes: u64 = there.iter().map(|&rank| plan.layouts[rank].bytes).sum();
-    Ok(Summary::new(out, plan, &asked, kept_bytes + there_bytes, start))
+    Ok(Summary::new(out, plan, &asked, Sources::Leave, kept_bytes + there_bytes, start))
 }
 
 /// Makes a checkpoint of a directory that holds all ranks of a conversion, after reading all of them and the source once.
@@ -107,7 +107,7 @@ pub fn finish(
         remove_if_there(&origin_path(out, rank, ranks.len()))?;
     }
     sync_dir(out)?;
-    Ok(Summary::new(out, plan, &ranks, 0, start))
+    Ok(Summary::new(out, plan, &ranks, Sources::Hash, 0, start))
 }
 
 fn check_and_write(

@@ -6,6 +6,7 @@ use crate::transform::{Region, Scratch, Transform, fill};
 use formats::checkpoint::RankShard;
 use formats::config::AttentionConfig;
 use formats::gguf::GgufSet;
+use formats::layout::{Layout, mma16};
 use formats::manifest::{Shard, TensorEntry};
 use formats::name::LayerRole;
 use formats::{Dtype, Shape, TensorName, TensorView, quant};
@@ -87,7 +88,15 @@ impl<'a> Rows<'a> {
                 let dtype = transform.dtype();
                 let row_bytes = dtype.bytes_for(columns as u64).expect("rows are whole blocks");
                 bytes.resize(count * row_bytes as usize, 0);
-                fill(transform, views, &Region::Whole, rows.start * row_bytes, bytes, scratch)?;
+                fill(
+                    transform,
+                    views,
+                    &Region::Whole,
+                    &Layout::Ggml,
+                    rows.start * row_bytes,
+                    bytes,
+                    scratch,
+                )?;
                 quant::decode(dtype, bytes, &mut self.values)?;
             }
             other => {
@@ -133,23 +142,52 @@ impl Source<'_> {
 struct Parts {
     shape: Shape,
     dtype: Dtype,
-    parts: Vec<(Shard, TensorView)>,
+    parts: Vec<Part>,
     /// Key rows of the head at hand, for [`Source::Keys`].
     head: Vec<f32>,
     head_at_hand: Option<u64>,
 }
 
+/// What one rank has of it.
+struct Part {
+    shard: Shard,
+    /// In the order of `layout`.
+    view: TensorView,
+    layout: Layout,
+    /// Rows of blocks of the strip of tiles at hand, and which strip that is.
+    strip: Vec<u8>,
+    strip_at_hand: Option<u64>,
+}
+
+impl Part {
+    fn decode_row(&mut self, row: u64, out: &mut [f32]) -> Result<(), Error> {
+        if self.layout == Layout::Ggml {
+            return decode_rows(&self.view, row..row + 1, out);
+        }
+        let (row_bytes, rows) = (self.view.row_bytes(), mma16::ROWS as u64);
+        let (strip, within) = (row / rows, (row % rows) as usize);
+        let (dtype, columns) = (self.view.dtype(), self.view.shape().row_len() as usize);
+        if self.strip_at_hand != Some(strip) {
+            let start = strip as usize * mma16::ROWS * row_bytes;
+            let tiles = &self.view.bytes()[start..start + mma16::ROWS * row_bytes];
+            mma16::restore_strip(dtype, columns, tiles, &mut self.strip);
+            self.strip_at_hand = Some(strip);
+        }
+        Ok(quant::decode(dtype, &self.strip[within * row_bytes..(within + 1) * row_bytes], out)?)
+    }
+}
+
 impl Parts {
     /// A row of the whole tensor: from the rank that has it, or pieced together from all ranks' columns.
-    fn row(&self, row: u64, out: &mut [f32]) -> Result<(), Error> {
+    fn row(&mut self, row: u64, out: &mut [f32]) -> Result<(), Error> {
         let dims = self.shape.dims();
         let last = dims.len() - 1;
-        for (shard, view) in &self.parts {
-            match *shard {
-                Shard::Whole(_) => return decode_rows(view, row..row + 1, out),
+        for part in &mut self.parts {
+            match part.shard {
+                Shard::Whole(_) => return part.decode_row(row, out),
                 Shard::Cut { axis, start, len } if axis == last => {
                     let columns = &mut out[start as usize..(start + len) as usize];
-                    decode_rows(view, row..row + 1, columns)?;
+                    part.decode_row(row, columns)?;
                 }
                 Shard::Cut { axis, start, len } => {
                     // Rows inside one index of the axis, and the index itself.
@@ -158,7 +196,7 @@ impl Parts {
                     if (start..start + len).contains(&index) {
                         let outer = row / inside / dims[axis];
                         let local = (outer * len + index - start) * inside + row % inside;
-                        return decode_rows(view, local..local + 1, out);
+                        return part.decode_row(local, out);
                     }
                 }
             }
@@ -266,7 +304,13 @@ impl<'a> CheckpointRows<'a> {
                 }
                 _ => return Err(damaged()),
             }
-            parts.push((entry.shard, rank.view(entry)?));
+            parts.push(Part {
+                shard: entry.shard,
+                view: rank.arranged(entry)?,
+                layout: entry.layout.clone(),
+                strip: Vec::new(),
+                strip_at_hand: None,
+            });
         }
         if let Shard::Cut { axis, .. } = first.shard
             && end != first.full_shape.dims()[axis]

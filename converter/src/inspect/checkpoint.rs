@@ -1,14 +1,13 @@
 //! Native checkpoints.
 
-use super::Inspection;
 use super::gguf::pairs;
+use super::{Inspection, native_name, similar};
 use crate::Error;
 use crate::error::human_bytes;
-use crate::plan::words;
-use crate::similar::{both_spellings, closest};
+use crate::plan::{stored, words};
 use crate::table::{Align, table};
 use formats::checkpoint::Checkpoint;
-use formats::manifest::{ExpertCut, Manifest, RankManifest, Shard, TensorEntry, TransformKind};
+use formats::manifest::{ExpertCut, Layout, Manifest, RankManifest, Shard, TensorEntry, TransformKind};
 use formats::{Dtype, Shape, TensorName};
 use serde::Serialize;
 use std::path::Path;
@@ -28,6 +27,7 @@ struct TensorReport<'a> {
     dtype: Dtype,
     full_shape: &'a Shape,
     transform: TransformKind,
+    layout: &'a Layout,
     source: &'a [String],
     /// One for each rank.
     shards: Vec<ShardReport<'a>>,
@@ -100,9 +100,9 @@ fn whole(dir: &Path, manifest: &Manifest, ranks: &[RankManifest]) -> Inspection 
         .map(|t| {
             vec![
                 t.name.clone(),
-                t.dtype.to_string(),
+                stored(t.dtype, &t.layout),
                 t.full_shape.to_string(),
-                cut(t.shard),
+                t.shard.to_string(),
                 human_bytes(t.bytes.1 - t.bytes.0),
             ]
         })
@@ -120,13 +120,13 @@ fn whole(dir: &Path, manifest: &Manifest, ranks: &[RankManifest]) -> Inspection 
 }
 
 fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Error> {
-    let native = TensorName::from_gguf(name).and_then(TensorName::native).unwrap_or(name.to_owned());
+    let native = native_name(name);
     let Some(entry) = ranks[0].tensor(&native) else {
         let names = ranks[0].tensors.iter().map(|t| t.name.clone());
         return Err(Error::NoSuchTensor {
             path: dir.to_owned(),
             name: name.to_owned(),
-            similar: closest(name, both_spellings(names)),
+            similar: similar(name, names),
         });
     };
     let report = tensor_report(entry, ranks);
@@ -136,6 +136,7 @@ fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Err
         ("type", entry.dtype.to_string()),
         ("shape", entry.full_shape.to_string()),
         ("made by", format!("{} from {}", words(entry.transform), entry.source.join(" and "))),
+        ("layout", String::from(entry.layout.clone())),
     ]);
     text.push('\n');
     let rows: Vec<Vec<String>> = report
@@ -144,7 +145,7 @@ fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Err
         .map(|s| {
             vec![
                 s.rank.to_string(),
-                cut(s.shard),
+                s.shard.to_string(),
                 s.shape.to_string(),
                 format!("{}..{}", s.bytes.0, s.bytes.1),
             ]
@@ -175,14 +176,8 @@ fn tensor_report<'a>(entry: &'a TensorEntry, ranks: &'a [RankManifest]) -> Tenso
         dtype: entry.dtype,
         full_shape: &entry.full_shape,
         transform: entry.transform,
+        layout: &entry.layout,
         source: &entry.source,
         shards: shards.collect(),
-    }
-}
-
-fn cut(shard: Shard) -> String {
-    match shard {
-        Shard::Whole(_) => "all of it".to_owned(),
-        Shard::Cut { axis, start, len } => format!("axis {axis}, {len} from {start}"),
     }
 }

@@ -1,10 +1,9 @@
 //! One rank file, or any other safetensors file, by its own header.
 
-use super::Inspection;
 use super::gguf::pairs;
+use super::{Inspection, native_name, similar};
 use crate::Error;
 use crate::error::human_bytes;
-use crate::similar::{both_spellings, closest};
 use crate::table::{Align, table};
 use formats::TensorName;
 use formats::map::MappedFile;
@@ -26,6 +25,9 @@ struct TensorReport {
     name: String,
     /// The true type where the header can only say U8.
     dtype: String,
+    /// Where it is not GGUF's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layout: Option<String>,
     shape: Vec<u64>,
     /// From and to, in the file.
     bytes: (u64, u64),
@@ -49,13 +51,13 @@ pub(super) fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, E
     let Some(name) = tensor else {
         return Ok(Inspection::new(text(&report), &report));
     };
-    let native = TensorName::from_gguf(name).and_then(TensorName::native).unwrap_or(name.to_owned());
+    let native = native_name(name);
     let Some(found) = report.tensors.iter().find(|t| t.name == native) else {
         let names = report.tensors.iter().map(|t| t.name.clone());
         return Err(Error::NoSuchTensor {
             path: path.to_owned(),
             name: name.to_owned(),
-            similar: closest(name, both_spellings(names)),
+            similar: similar(name, names),
         });
     };
     let text = pairs(&[
@@ -63,7 +65,7 @@ pub(super) fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, E
         ("rank", rank(&report)),
         ("native name", found.name.clone()),
         ("GGUF name", TensorName::from_native(&found.name).map(TensorName::gguf).unwrap_or_default()),
-        ("type", found.dtype.clone()),
+        ("type", typed(found)),
         ("shape", format!("{:?}", found.shape)),
         (
             "bytes of the file",
@@ -98,7 +100,7 @@ fn read(path: &Path) -> Result<Report, Error> {
             Entry::Metadata(values) => metadata = values,
             Entry::Tensor { dtype, shape, data_offsets: (from, to) } => {
                 let bytes = (data_start.saturating_add(from), data_start.saturating_add(to));
-                tensors.push(TensorReport { name, dtype, shape, bytes });
+                tensors.push(TensorReport { name, dtype, layout: None, shape, bytes });
             }
         }
     }
@@ -110,9 +112,21 @@ fn read(path: &Path) -> Result<Report, Error> {
             tensor.shape = true_type.shape;
         }
     }
+    let mut layouts: BTreeMap<String, String> =
+        metadata.get("layouts").and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
+    for tensor in &mut tensors {
+        tensor.layout = layouts.remove(&tensor.name);
+    }
+    metadata.remove("layouts");
     metadata.remove("dtypes");
     tensors.sort_by_key(|t| t.bytes);
     Ok(Report { path: path.display().to_string(), bytes: bytes.len() as u64, data_start, metadata, tensors })
+}
+
+/// Type and layout.
+fn typed(tensor: &TensorReport) -> String {
+    let TensorReport { dtype, layout, .. } = tensor;
+    layout.as_ref().map_or_else(|| dtype.clone(), |layout| format!("{dtype} {layout}"))
 }
 
 fn rank(report: &Report) -> String {
@@ -135,7 +149,7 @@ fn text(report: &Report) -> String {
         .iter()
         .map(|t| {
             let size = human_bytes(t.bytes.1.saturating_sub(t.bytes.0));
-            vec![t.name.clone(), t.dtype.clone(), format!("{:?}", t.shape), t.bytes.0.to_string(), size]
+            vec![t.name.clone(), typed(t), format!("{:?}", t.shape), t.bytes.0.to_string(), size]
         })
         .collect();
     use Align::{Left, Right};

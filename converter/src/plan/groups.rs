@@ -109,7 +109,7 @@ impl Plan {
         let of_rank = |layout: &super::RankLayout| {
             let mut bytes = GroupBytes::default();
             bytes[Group::Header as usize] = layout.data_start;
-            for placed in &layout.placed {
+            for placed in layout.placed.iter() {
                 bytes[groups[placed.tensor] as usize] += placed.bytes.end - placed.bytes.start;
             }
             bytes

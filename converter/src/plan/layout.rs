@@ -1,11 +1,14 @@
 //! Where each tensor lies in a rank's file, and the safetensors header that says so.
 
 use super::{Plan, Planned};
+use crate::partition::Partition;
 use formats::Dtype;
+use formats::layout::Layout;
 use formats::manifest::{DATA_ALIGNMENT, FORMAT_VERSION, TENSOR_ALIGNMENT};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A rank's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,8 +19,8 @@ pub struct RankLayout {
     pub data_start: u64,
     /// Size of the file.
     pub bytes: u64,
-    /// The tensors, in the order of the file, without holes.
-    pub placed: Vec<Placed>,
+    /// The tensors, in the order of the file, without holes. Ranks whose parts are alike share them.
+    pub placed: Arc<[Placed]>,
 }
 
 /// A tensor's place.
@@ -30,9 +33,33 @@ pub struct Placed {
 }
 
 impl RankLayout {
+    /// The files of all ranks. Of a thousand only a few differ in more than their number.
+    pub(super) fn all(tensors: &[Planned], ranks: usize) -> Vec<Self> {
+        let mut partitions: Vec<Partition> = Vec::new();
+        for cut in tensors.iter().filter_map(|tensor| tensor.cut) {
+            if !partitions.contains(&cut.partition) {
+                partitions.push(cut.partition);
+            }
+        }
+        let mut known: HashMap<(u32, Vec<u64>), Self> = HashMap::new();
+        let layout = |rank: usize| {
+            let len = |partition: &Partition| {
+                let range = partition.range(rank);
+                range.end - range.start
+            };
+            // All that a header says of a rank: its digits, and the sizes of its parts.
+            let digits = rank.checked_ilog10().unwrap_or(0);
+            let alike = known
+                .entry((digits, partitions.iter().map(len).collect()))
+                .or_insert_with(|| Self::new(tensors, rank, ranks));
+            Self { rank, ..alike.clone() }
+        };
+        (0..ranks).map(layout).collect()
+    }
+
     /// Places tensors without holes, and yet each at a multiple of the largest power of two up to
     /// [`TENSOR_ALIGNMENT`] that divides its size: larger divisors come first.
-    pub(super) fn new(tensors: &[Planned], rank: usize, ranks: usize) -> Self {
+    fn new(tensors: &[Planned], rank: usize, ranks: usize) -> Self {
         let mut order: Vec<(u32, usize, u64)> = tensors
             .iter()
             .enumerate()
@@ -118,13 +145,23 @@ fn header(tensors: &[Planned], placed: &[Placed], rank: usize, ranks: usize) -> 
         entries.insert(&tensor.name, Value::Tensor(entry));
     }
     let dtypes = serde_json::to_string(&true_types).expect("names and numbers always become JSON");
-    let metadata = BTreeMap::from([
+    let mut metadata = BTreeMap::from([
         ("format", "shardmill".to_owned()),
         ("format_version", FORMAT_VERSION.to_string()),
         ("rank", rank.to_string()),
         ("ranks", ranks.to_string()),
         ("dtypes", dtypes),
     ]);
+    let layouts: BTreeMap<&str, &Layout> = placed
+        .iter()
+        .map(|place| &tensors[place.tensor])
+        .filter(|tensor| tensor.layout != Layout::Ggml)
+        .map(|tensor| (tensor.name.as_str(), &tensor.layout))
+        .collect();
+    if !layouts.is_empty() {
+        let layouts = serde_json::to_string(&layouts).expect("names always become JSON");
+        metadata.insert("layouts", layouts);
+    }
     entries.insert("__metadata__", Value::Metadata(metadata));
     let json = serde_json::to_vec(&entries).expect("names and numbers always become JSON");
     let total = (8 + json.len()).next_multiple_of(DATA_ALIGNMENT as usize);

@@ -4,6 +4,7 @@ use super::{AxisCut, CutBy, PeakMemory, Plan, Planned};
 use crate::error::human_bytes;
 use crate::table::{Align, table};
 use crate::work::MAX_THREADS;
+use formats::layout::Layout;
 use formats::manifest::{ExpertCut, Shard, Skipped, TransformKind, rank_file_name};
 use formats::{Dtype, ModelConfig, Shape, TensorName};
 use serde::Serialize;
@@ -56,6 +57,8 @@ pub struct TensorReport<'a> {
     pub name: &'a str,
     /// Type in the checkpoint.
     pub dtype: Dtype,
+    /// How its bytes are arranged.
+    pub layout: &'a Layout,
     /// Over all ranks.
     pub shape: &'a Shape,
     /// What is done to the source's bytes.
@@ -86,6 +89,7 @@ impl Plan {
         let tensors = self.tensors.iter().map(|tensor| TensorReport {
             name: &tensor.name,
             dtype: tensor.dtype(),
+            layout: &tensor.layout,
             shape: &tensor.shape,
             transform: tensor.transform.kind(),
             sources: tensor
@@ -207,7 +211,7 @@ impl Plan {
             let key = [
                 role(tensor),
                 from(tensor),
-                tensor.dtype().to_string(),
+                stored(tensor.dtype(), &tensor.layout),
                 words(tensor.transform.kind()).to_owned(),
                 cut(tensor.cut.as_ref()),
             ];
@@ -291,6 +295,14 @@ fn role(tensor: &Planned) -> String {
 fn from(tensor: &Planned) -> String {
     let types: Vec<&str> = tensor.transform.sources().iter().map(|source| source.dtype.name()).collect();
     types.join(" + ")
+}
+
+/// A type, with its layout where that is not GGUF's own.
+pub(crate) fn stored(dtype: Dtype, layout: &Layout) -> String {
+    match layout {
+        Layout::Ggml => dtype.to_string(),
+        other => format!("{dtype} {other}"),
+    }
 }
 
 /// A transform in words.

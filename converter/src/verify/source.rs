@@ -1,15 +1,19 @@
 //! Holds a checkpoint's tensors against the source's, row by row.
 
 use super::{SourceReport, source_names};
+use crate::origin::TOOL;
+use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
+use crate::side_files::side_files;
 use crate::{Error, arch};
 use formats::checkpoint::RankShard;
 use formats::config::AttentionConfig;
 use formats::gguf::GgufSet;
-use formats::manifest::{Manifest, Shard, TensorEntry, TransformKind};
+use formats::layout::{Layout, mma16};
+use formats::manifest::{Manifest, Shard, Skipped, TensorEntry, TransformKind};
 use formats::name::LayerRole;
-use formats::{Digest, Shape, TensorName, TensorView, quant};
+use formats::{Digest, Shape, Shown, TensorName, TensorView, quant};
 use half::bf16;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Rows of a tensor that one job compares: about this many bytes.
 const PIECE_BYTES: u64 = 32 << 20;
@@ -47,6 +51,8 @@ enum Origin {
 /// A worker's memory: decoded rows, and the key half of the head at hand.
 #[derive(Default)]
 pub(super) struct Rows {
+    /// Rows of blocks that a strip of tiles was made of.
+    strip: Vec<u8>,
     values: Vec<f32>,
     keys: Vec<f32>,
     keys_of: Option<(String, u64)>,
@@ -81,6 +87,8 @@ impl<'a> Comparison<'a> {
             }
         }
         comparison.check_all_used(&used);
+        comparison.check_skipped();
+        comparison.check_side_files();
         comparison
     }
 
@@ -131,16 +139,82 @@ impl<'a> Comparison<'a> {
         }
     }
 
+    /// What is listed as skipped is what a conversion leaves out, with its reasons, and nothing else.
+    fn check_skipped(&mut self) {
+        // Neither depends on the number of ranks.
+        let options = Options {
+            ranks: 1,
+            experts: self.manifest.experts,
+            unknown: UnknownTensors::Skip,
+            layout: WeightLayout::Ggml,
+        };
+        let expected = match Plan::new(self.set, options) {
+            Ok(plan) => plan.skipped,
+            Err(e) => return self.failures.push(e.to_string()),
+        };
+        // Another version may have other words for its reasons.
+        let same = |a: &Skipped, b: &Skipped| {
+            a.tensor == b.tensor && (a.reason == b.reason || !self.is_of_this_version())
+        };
+        let listed = &self.manifest.skipped;
+        let mut failures = Vec::new();
+        for (i, skipped) in listed.iter().enumerate() {
+            let known = expected.iter().any(|other| same(skipped, other));
+            if !known || listed[..i].iter().any(|earlier| earlier.tensor == skipped.tensor) {
+                failures.push(format!(
+                    "checkpoint.json: skipped: {} ({}) is not what a conversion of the source leaves out",
+                    Shown(&skipped.tensor),
+                    Shown(&skipped.reason)
+                ));
+            }
+        }
+        // Tensors of the source that are missing here were told of above.
+        let absent = expected.iter().filter(|skipped| self.set.info(&skipped.tensor).is_none());
+        for skipped in absent.filter(|skipped| !listed.iter().any(|other| same(skipped, other))) {
+            failures.push(format!("checkpoint.json: skipped: {} is not listed", Shown(&skipped.tensor)));
+        }
+        self.failures.extend(failures);
+    }
+
+    fn is_of_this_version(&self) -> bool {
+        self.manifest.tool == TOOL
+    }
+
+    /// The files beside the weights are those that the source's metadata make.
+    fn check_side_files(&mut self) {
+        let expected = match side_files(self.set) {
+            Ok(files) => files,
+            Err(e) => return self.failures.push(e.to_string()),
+        };
+        let expected: BTreeMap<&str, Digest> =
+            expected.iter().map(|file| (file.name, Digest::of(&file.bytes))).collect();
+        let listed: BTreeMap<&str, Digest> =
+            self.manifest.files.iter().map(|file| (file.file.as_str(), file.blake3)).collect();
+        let names: BTreeSet<&str> = expected.keys().chain(listed.keys()).copied().collect();
+        for name in names {
+            let what = match (expected.get(name), listed.get(name)) {
+                (Some(a), Some(b)) if a == b => continue,
+                (Some(_), Some(_)) if !self.is_of_this_version() => continue,
+                (Some(_), Some(_)) => "is not what the source's metadata make",
+                (Some(_), None) => "the source's metadata make it, and it is not listed",
+                (None, _) => "is listed, and the source has nothing to make it from",
+            };
+            self.failures
+                .push(format!("checkpoint.json: files: {}: {what}; convert the model again", Shown(name)));
+        }
+    }
+
     fn pieces_of(
         &self,
         shard: &'a RankShard,
         entry: &'a TensorEntry,
         used: &mut HashSet<String>,
     ) -> Result<Vec<Piece<'a>>, String> {
-        let native = shard.view(entry).map_err(|e| e.to_string())?;
+        let native = shard.arranged(entry).map_err(|e| e.to_string())?;
         let origin = self.origin(entry, used)?;
         let row_bytes = native.row_bytes().max(1) as u64;
-        let step = (PIECE_BYTES / row_bytes).max(1);
+        // Whole strips, where the layout has them.
+        let step = (PIECE_BYTES / row_bytes).max(1).next_multiple_of(mma16::ROWS as u64);
         let rows = if native.bytes().is_empty() { 0 } else { native.shape().rows() };
         let starts = (0..rows).step_by(step as usize);
         Ok(starts
@@ -250,19 +324,37 @@ impl Piece<'_> {
 
     /// The first row that is not the source's, as a line.
     pub(super) fn compare(&self, memory: &mut Rows) -> Result<Option<String>, Error> {
+        let row_bytes = self.native.row_bytes();
+        let mut strip = std::mem::take(&mut memory.strip);
+        let mut wrong = None;
         for row in self.rows.0..self.rows.1 {
-            let at = row as usize * self.native.row_bytes();
-            let found = &self.native.bytes()[at..at + self.native.row_bytes()];
+            let at = row as usize * row_bytes;
+            let found = match self.entry.layout {
+                Layout::Mma16 => {
+                    let within = row as usize % mma16::ROWS;
+                    if within == 0 {
+                        let tiles = &self.native.bytes()[at..at + mma16::ROWS * row_bytes];
+                        let columns = self.native.shape().row_len() as usize;
+                        mma16::restore_strip(self.native.dtype(), columns, tiles, &mut strip);
+                    }
+                    &strip[within * row_bytes..(within + 1) * row_bytes]
+                }
+                _ => &self.native.bytes()[at..at + row_bytes],
+            };
             if !self.row_is_right(row, found, memory)? {
-                return Ok(Some(format!(
-                    "rank {}: tensor {}: row {row} of its part is not what {} says; convert the model again",
-                    self.rank,
-                    self.entry.name,
-                    self.entry.source.join(" and ")
-                )));
+                wrong = Some(row);
+                break;
             }
         }
-        Ok(None)
+        memory.strip = strip;
+        Ok(wrong.map(|row| {
+            format!(
+                "rank {}: tensor {}: row {row} of its part is not what {} says; convert the model again",
+                self.rank,
+                self.entry.name,
+                self.entry.source.join(" and ")
+            )
+        }))
     }
 
     fn row_is_right(&self, row: u64, found: &[u8], memory: &mut Rows) -> Result<bool, Error> {

@@ -2,10 +2,10 @@
 
 use crate::native::{self, Cut, Need};
 use crate::plan::{safetensors_dtype, safetensors_shape};
-use formats::TensorName;
 use formats::checkpoint::RankShard;
-use formats::digest::root_digest;
+use formats::layout::Layout;
 use formats::manifest::{Manifest, RankManifest, Shard, TensorEntry};
+use formats::{LayerIdx, TensorName};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -48,7 +48,13 @@ pub(super) fn header_failures(shard: &RankShard) -> Vec<String> {
         .and_then(Value::as_str)
         .and_then(|text| serde_json::from_str(text).ok())
         .unwrap_or(Value::Null);
+    let layouts: Value = in_metadata("layouts")
+        .and_then(Value::as_str)
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or(Value::Null);
     for entry in &manifest.tensors {
+        let layout = layouts.get(&entry.name).cloned().unwrap_or_else(|| Layout::Ggml.name().into());
+        expect(&entry.name, "layout", entry.layout.name().into(), Some(&layout));
         let found = header.get(&entry.name);
         let field = |name: &str| found.and_then(|f| f.get(name));
         let offsets = [entry.bytes.0 - manifest.data_start, entry.bytes.1 - manifest.data_start];
@@ -71,63 +77,12 @@ pub(super) fn header_failures(shard: &RankShard) -> Vec<String> {
 
 /// What does not fit between the ranks, or between them and the model.
 pub(super) fn failures(manifest: &Manifest, ranks: &[&RankManifest]) -> Vec<String> {
-    let mut failures = Vec::new();
-    for rank in ranks {
-        if root_digest(&rank.chunks) != rank.blake3 {
-            failures.push(format!(
-                "{}: its chunks' digests do not make the file's digest {}",
-                rank.file, rank.blake3
-            ));
-        }
-    }
+    let mut failures: Vec<String> =
+        manifest.rank_faults(ranks).into_iter().map(|fault| fault.to_string()).collect();
     let by_name: Vec<HashMap<&str, &TensorEntry>> =
         ranks.iter().map(|rank| rank.tensors.iter().map(|t| (t.name.as_str(), t)).collect()).collect();
-    for entry in &ranks[0].tensors {
-        let entries: Vec<Option<&TensorEntry>> =
-            by_name.iter().map(|m| m.get(entry.name.as_str()).copied()).collect();
-        failures.extend(tiling_failure(entry, &entries).map(|what| format!("tensor {}: {what}", entry.name)));
-    }
-    let names: HashSet<&str> = by_name[0].keys().copied().collect();
-    for (rank, tensors) in by_name.iter().enumerate().skip(1) {
-        let extra = tensors.keys().filter(|name| !names.contains(*name));
-        failures.extend(extra.map(|name| format!("tensor {name}: rank {rank} has it, rank 0 does not")));
-    }
     failures.extend(model_failures(manifest, &by_name));
     failures
-}
-
-/// Why the ranks' parts of one tensor are not the whole tensor, each index once.
-fn tiling_failure(first: &TensorEntry, entries: &[Option<&TensorEntry>]) -> Option<String> {
-    let mut end = 0;
-    for (rank, entry) in entries.iter().enumerate() {
-        let Some(entry) = entry else { return Some(format!("rank 0 has it, rank {rank} does not")) };
-        let same = (entry.dtype, &entry.full_shape, entry.transform, &entry.source, &entry.layout)
-            == (first.dtype, &first.full_shape, first.transform, &first.source, &first.layout);
-        if !same {
-            return Some(format!(
-                "type, shape, layout, transform or source differ between rank 0 and rank {rank}"
-            ));
-        }
-        match (entry.shard, first.shard) {
-            (Shard::Whole(_), Shard::Whole(_)) => {}
-            (Shard::Cut { axis, start, len }, Shard::Cut { axis: first_axis, .. }) if axis == first_axis => {
-                if start != end {
-                    return Some(format!(
-                        "rank {rank} starts at {start} of axis {axis}, where {end} was expected"
-                    ));
-                }
-                end += len;
-            }
-            _ => return Some(format!("rank {rank} has it cut otherwise than rank 0")),
-        }
-    }
-    match first.shard {
-        Shard::Cut { axis, .. } if end != first.full_shape.dims()[axis] => Some(format!(
-            "the ranks have {end} of the {} indices of axis {axis}",
-            first.full_shape.dims()[axis]
-        )),
-        _ => None,
-    }
 }
 
 /// What the model asks for and the ranks do not have, or have otherwise.
@@ -187,7 +142,11 @@ fn model_failures(manifest: &Manifest, ranks: &[HashMap<&str, &TensorEntry>]) ->
             }
         }
     }
-    let mut unknown: Vec<&str> = ranks[0].keys().copied().filter(|name| !listed.contains(*name)).collect();
+    // Layers beyond the model's are listed already.
+    let layers = manifest.model.all_layers().count();
+    let beyond = |name| matches!(TensorName::from_native(name), Some(TensorName::Layer(LayerIdx(layer), _)) if layer >= layers);
+    let mut unknown: Vec<&str> =
+        ranks[0].keys().copied().filter(|&name| !listed.contains(name) && !beyond(name)).collect();
     unknown.sort_unstable();
     failures.extend(unknown.into_iter().map(|name| format!("tensor {name}: the model has no such tensor")));
     failures

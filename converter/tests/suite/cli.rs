@@ -67,16 +67,17 @@ fn the_plan_is_a_table_by_role() {
 
 #[test]
 fn bad_usage_is_one_line() {
-    for arguments in [
-        &["convert"][..],
-        &["convert", "in", "out", "--ranks", "0"],
-        &["convert", "in", "out", "--ranks", "1025"],
-        &["convert", "in", "out", "--experts", "sideways"],
-        &["no-such-command"],
-        &["plan", "in", "--no-such-flag"],
+    for (arguments, help) in [
+        (&["convert"][..], "shardmill convert --help"),
+        (&["convert", "in", "out", "--ranks", "0"], "shardmill convert --help"),
+        (&["convert", "in", "out", "--ranks", "1025"], "shardmill convert --help"),
+        (&["convert", "in", "out", "--experts", "sideways"], "shardmill convert --help"),
+        (&["no-such-command"], "see `shardmill --help`"),
+        (&["plan", "in", "--no-such-flag"], "shardmill plan --help"),
     ] {
         let arguments: Vec<&OsStr> = arguments.iter().map(AsRef::as_ref).collect();
-        refused(&mut shardmill(&arguments), 2);
+        let said = refused(&mut shardmill(&arguments), 2);
+        assert!(said.contains(help), "{said} should point to {help}");
     }
     let help = shardmill(&["convert".as_ref(), "--help".as_ref()]).output().unwrap();
     assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("Examples:"));

@@ -1,13 +1,14 @@
 //! What a conversion writes.
 
 use crate::files::{bundled, contents, control, convert, convert_with, models, options};
+use crate::made::Gguf;
 use converter::plan::Plan;
 use converter::verify::verify;
 use converter::work::{Control, Progress};
 use formats::checkpoint::Checkpoint;
 use formats::gguf::GgufSet;
 use formats::manifest::{ExpertCut, Shard, TransformKind};
-use formats::{Digest, Dtype};
+use formats::{Digest, Dtype, bytes_of};
 use safetensors::SafeTensors;
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
@@ -32,6 +33,7 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 /// kv_b_proj of every layer, whole and on each of 8 ranks, is what the original checkpoint's converter splits.
+/// Cases: K55.
 #[test]
 fn kv_b_is_rejoined_bit_for_bit() {
     for model in models() {
@@ -60,10 +62,11 @@ fn kv_b_is_rejoined_bit_for_bit() {
     }
 }
 
+/// Cases: K53, K54.
 #[test]
 fn any_number_of_ranks_holds_the_whole_source() {
     let model = bundled();
-    for ranks in [1, 2, 3, 4, 5, 7, 8, 16] {
+    for ranks in [1, 2, 3, 4, 5, 6, 7, 8, 16] {
         for experts in [ExpertCut::Tensor, ExpertCut::Expert] {
             let temp = TempDir::new().unwrap();
             let out = temp.path().join("out");
@@ -76,6 +79,31 @@ fn any_number_of_ranks_holds_the_whole_source() {
             assert_eq!((source.copied, source.dequantized, source.joined), (48, 38, 4));
         }
     }
+}
+
+/// A directory that is replaced while someone has the old one open.
+///
+/// Cases: K58.
+#[test]
+fn what_is_opened_again_is_what_lies_there_now() {
+    let temp = TempDir::new().unwrap();
+    let [out, old] = ["out", "old"].map(|name| temp.path().join(name));
+    let name = "model.embed_tokens.weight";
+    let bytes = || {
+        let shard = Checkpoint::open(&out).unwrap().rank(0).unwrap();
+        let view = shard.view(shard.entry(name).unwrap()).unwrap();
+        view.bytes().clone()
+    };
+    let mut gguf = Gguf::glm_dsa();
+    convert(&gguf.write(temp.path()), &out, 1);
+    let before = bytes();
+    gguf.tensor("token_embd.weight").data[2] ^= 1;
+    std::fs::rename(&out, &old).unwrap();
+    convert(&gguf.write(temp.path()), &out, 1);
+    let after = bytes();
+    assert_eq!(before.len(), after.len());
+    let differ: Vec<usize> = (0..before.len()).filter(|&i| before[i] != after[i]).collect();
+    assert_eq!(differ, [2], "the old bytes are the old ones, the new the new");
 }
 
 #[test]
@@ -124,6 +152,22 @@ fn the_safetensors_crate_opens_every_rank_file_and_finds_every_tensor_aligned() 
                 }
             }
         }
+    }
+}
+
+/// Ranks that are alike share what was worked out for one of them; every header has to say its own.
+#[test]
+fn headers_fit_their_files_on_a_thousand_ranks() {
+    let set = GgufSet::open(&bundled().gguf).unwrap();
+    let plan = Plan::new(&set, options(1024)).unwrap();
+    for (rank, layout) in plan.layouts.iter().enumerate() {
+        assert_eq!((layout.rank, plan.header(rank).len() as u64), (rank, layout.data_start));
+        for placed in layout.placed.iter() {
+            let tensor = &plan.tensors[placed.tensor];
+            assert_eq!(placed.bytes.end - placed.bytes.start, tensor.shard_bytes(rank), "{}", tensor.name);
+            assert_eq!(bytes_of(tensor.dtype(), &tensor.shard_shape(rank)), Some(tensor.shard_bytes(rank)));
+        }
+        assert_eq!(layout.placed.last().unwrap().bytes.end, layout.bytes);
     }
 }
 

@@ -163,6 +163,14 @@ fn inspect_says_the_same_of_a_tensor_wherever_it_lies() {
     let gguf = inspect(&bundled().gguf, Some(native)).unwrap().json;
     assert_eq!((&gguf["dtype"], &gguf["shape"]), (&"Q3_K".into(), &serde_json::json!([8, 256, 2048])));
     assert_eq!(gguf["first_values"].as_array().unwrap().len(), 8);
+    for half in ["blk.1.attn_k_b.weight", "blk.1.attn_v_b.weight", "blk.1.attn_kv_b.weight"] {
+        for path in [dir.clone(), dir.join("rank-2-of-4.safetensors")] {
+            let found = inspect(&path, Some(half)).unwrap().json;
+            assert_eq!(found["name"], "model.layers.1.self_attn.kv_b_proj.weight", "{half}");
+            let said = inspect(&path, Some("blk.1.ffn_gate_up_exps.weight")).unwrap_err().to_string();
+            assert!(said.contains("experts.gate_proj") && said.contains("experts.up_proj"), "{said}");
+        }
+    }
     let rank_file = inspect(&dir.join("rank-2-of-4.safetensors"), None).unwrap();
     assert!(rank_file.text.contains("rank 2 of 4"), "{}", rank_file.text);
     assert_eq!(rank_file.json["tensors"].as_array().unwrap().len(), 90);

@@ -175,6 +175,23 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
+/// A file system that does not write past the page cache, or says so only when it is asked to, gets the same bytes.
+#[test]
+fn a_file_system_without_o_direct_gets_the_same_bytes() {
+    let bench = Bench::new();
+    for fault in ["no O_DIRECT", "no O_DIRECT writes"] {
+        let out = bench.temp.path().join("out");
+        let output = bench.faulty(&["convert"], &out, fault, 0);
+        assert!(output.status.success(), "{fault}: {}", String::from_utf8_lossy(&output.stderr));
+        bench.is_whole(&out, fault);
+        let refused = std::fs::read_to_string(bench.temp.path().join("count")).unwrap();
+        // One refusal is enough to know; memory file systems of old kernels refuse by themselves.
+        assert!(matches!(&*refused, "0" | "1"), "{fault}: {refused} refusals");
+        assert!(fault != "no O_DIRECT" || refused == "1", "{fault}: nothing was tried");
+        std::fs::remove_dir_all(&out).unwrap();
+    }
+}
+
 #[test]
 fn a_conversion_survives_every_fault_at_every_call() {
     every_fault(&Bench::new(), None, &["convert"], &["convert", "--resume"], &[]);

@@ -2,7 +2,7 @@
 
 use converter::Unfinished;
 use converter::execute::{self, Summary};
-use converter::plan::{Options, Plan, UnknownTensors};
+use converter::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use converter::side_files::side_files;
 use converter::work::{Control, Progress};
 use formats::gguf::GgufSet;
@@ -74,7 +74,7 @@ pub(crate) fn architectures() -> Vec<(String, PathBuf, PathBuf)> {
 }
 
 pub(crate) fn options(ranks: usize) -> Options {
-    Options { ranks, experts: ExpertCut::Tensor, unknown: UnknownTensors::Refuse }
+    Options { ranks, experts: ExpertCut::Tensor, unknown: UnknownTensors::Refuse, layout: WeightLayout::Ggml }
 }
 
 pub(crate) fn control() -> Control {

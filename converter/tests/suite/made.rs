@@ -11,6 +11,8 @@ pub(crate) enum Value {
     Str(String),
     Strs(Vec<String>),
     I32s(Vec<i32>),
+    U32s(Vec<u32>),
+    I64s(Vec<i64>),
     U8s(Vec<u8>),
     Bools(Vec<bool>),
 }
@@ -270,6 +272,8 @@ impl Value {
             Self::Str(s) => typed(8, &string(s)),
             Self::Strs(s) => array(8, s.len(), s.iter().flat_map(|s| string(s)).collect()),
             Self::I32s(n) => array(5, n.len(), n.iter().flat_map(|n| n.to_le_bytes()).collect()),
+            Self::U32s(n) => array(4, n.len(), n.iter().flat_map(|n| n.to_le_bytes()).collect()),
+            Self::I64s(n) => array(11, n.len(), n.iter().flat_map(|n| n.to_le_bytes()).collect()),
             Self::U8s(n) => array(0, n.len(), n.clone()),
             Self::Bools(b) => array(7, b.len(), b.iter().map(|&b| u8::from(b)).collect()),
         }

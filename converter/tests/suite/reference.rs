@@ -48,6 +48,9 @@ fn there_is_a_page_for_every_command_with_every_flag() {
     for (command, flags) in &commands {
         assert!(first.contains(&format!("shardmill-{command}(1)")), "{command} is not in the first page");
         let own = page(&format!("shardmill-{command}.1"));
+        let footer = own.lines().find(|line| line.starts_with(".TH")).unwrap();
+        let version = concat!("\"shardmill ", env!("CARGO_PKG_VERSION"), "\"");
+        assert!(footer.contains(&format!("shardmill-{command} 1")) && footer.contains(version), "{footer}");
         for flag in flags {
             assert!(own.contains(&format!("--{flag}")), "{command} has no --{flag}");
         }

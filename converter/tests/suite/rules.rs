@@ -5,10 +5,11 @@ use crate::made::{EXPERTS, F32, FE, Gguf, HEADS, HIDDEN, INDEX_DIM, KV_LORA, NOP
 use converter::Unfinished;
 use converter::arch;
 use converter::plan::{Options, Plan, UnknownTensors};
+use converter::side_files::side_files;
 use converter::verify::verify;
-use formats::ModelConfig;
 use formats::config::{IndexerRole, ScoringFunc};
 use formats::gguf::GgufSet;
+use formats::{Dtype, ModelConfig};
 use tempfile::TempDir;
 
 fn plan_with(gguf: &Gguf, options: Options) -> Result<Plan, String> {
@@ -49,6 +50,7 @@ fn converts(gguf: &Gguf) {
     }
 }
 
+/// Cases: G15.
 #[test]
 fn every_required_key_is_named_when_it_is_missing() {
     for key in [
@@ -99,6 +101,7 @@ fn defaults_are_llama_cpps() {
     assert!((config.rope.inv_freq[1] - 10_000f32.powf(-2.0 / 16.0)).abs() < 1e-7);
 }
 
+/// Cases: M47.
 #[test]
 fn the_router_follows_its_keys() {
     let router = config(&Gguf::glm_dsa()).moe.unwrap().router;
@@ -111,6 +114,100 @@ fn the_router_follows_its_keys() {
     refused(&groups, &["glm-dsa.expert_group_used_count"]);
 }
 
+/// Values that llama.cpp takes without a word and that make no model.
+#[test]
+fn numbers_out_of_range_are_refused_with_their_key_and_value() {
+    for (key, values) in [
+        ("attention.layer_norm_rms_epsilon", &[0.0, -1e-5, 1.0, f32::NAN, f32::INFINITY][..]),
+        ("expert_weights_scale", &[-2.5, f32::NAN, f32::NEG_INFINITY]),
+    ] {
+        let key = format!("glm-dsa.{key}");
+        for &value in values {
+            refused(&changed(|g| g.set(&key, Value::F32(value))), &[&key, &value.to_string()]);
+        }
+    }
+}
+
+#[test]
+fn a_chat_template_is_one_or_is_not_there() {
+    const KEY: &str = "tokenizer.chat_template";
+    let made = |gguf: &Gguf| {
+        let temp = TempDir::new().unwrap();
+        let set = GgufSet::open(&gguf.write(temp.path())).unwrap();
+        side_files(&set).map(|files| files.len()).map_err(|e| e.to_string())
+    };
+    assert_eq!(made(&Gguf::glm_dsa()), Ok(4));
+    assert_eq!(made(&changed(|g| g.unset(KEY))), Ok(3));
+    for (template, name) in
+        [("", "empty"), (" \n", "empty"), ("{% if x %}\n{{ y", "line 2"), ("{% for %}", "line 1")]
+    {
+        let said = made(&changed(|g| g.set(KEY, Value::Str(template.to_owned())))).unwrap_err();
+        for name in ["made.gguf", KEY, name, "gguf-new-metadata"] {
+            assert!(said.contains(name) && !said.contains('\n'), "{said} should name {name}");
+        }
+    }
+}
+
+/// GLM-4.7-Flash is known by its layers and vocabulary; every other `deepseek2` without the key is a softmax model.
+///
+/// Cases: M47.
+#[test]
+fn a_missing_gating_function_is_that_of_the_family() {
+    for (blocks, vocabulary, expected) in [
+        (47, 154_880, ScoringFunc::Sigmoid),
+        (48, 154_880, ScoringFunc::Sigmoid),
+        (46, 154_880, ScoringFunc::Softmax),
+        (47, 154_881, ScoringFunc::Softmax),
+    ] {
+        let gguf = changed(|g| {
+            let tokens = (0..vocabulary).map(|i| i.to_string()).collect();
+            g.set("tokenizer.ggml.tokens", Value::Strs(tokens));
+            g.set("general.architecture", Value::Str("deepseek2".to_owned()));
+            g.set("glm-dsa.block_count", Value::U32(blocks));
+            for (key, _) in &mut g.keys {
+                *key = key.replace("glm-dsa.", "deepseek2.");
+            }
+        });
+        let scoring = config(&gguf).moe.unwrap().router.scoring_func;
+        assert_eq!(scoring, expected, "{blocks} blocks, {vocabulary} tokens");
+    }
+    let required = changed(|g| {
+        g.set("general.architecture", Value::Str("deepseek32".to_owned()));
+        for (key, _) in &mut g.keys {
+            *key = key.replace("glm-dsa.", "deepseek32.");
+        }
+    });
+    refused(&required, &["deepseek32.expert_gating_func", "none"]);
+}
+
+/// llama-quantize leaves routers alone; other programs do not.
+///
+/// Cases: M50.
+#[test]
+fn a_quantised_router_is_dequantised() {
+    let mut gguf = Gguf::glm_dsa();
+    gguf.remove("blk.1.ffn_gate_inp.weight");
+    gguf.put("blk.1.ffn_gate_inp.weight", &[HIDDEN, EXPERTS], Q8_0);
+    let plan = plan_with(&gguf, options(2)).unwrap();
+    let gate = plan.tensors.iter().find(|t| t.name == "model.layers.1.mlp.gate.weight").unwrap();
+    assert_eq!((gate.dtype(), gate.cut), (Dtype::F32, None));
+    converts(&gguf);
+}
+
+/// An empty tensor is legal GGUF, and no weight of a model.
+///
+/// Cases: G12.
+#[test]
+fn an_empty_tensor_that_the_model_needs_is_refused() {
+    let empty = changed(|g| {
+        let tensor = g.tensor("blk.0.ffn_down.weight");
+        tensor.ne = vec![0, HIDDEN];
+        tensor.data = Vec::new();
+    });
+    refused(&empty, &["blk.0.ffn_down.weight", "[32, 0]", "[32, 64]"]);
+}
+
+/// Cases: M45.
 #[test]
 fn indexer_types_are_listed_or_follow_the_context_length() {
     let key = "glm-dsa.attention.indexer.types";
@@ -127,6 +224,7 @@ fn indexer_types_are_listed_or_follow_the_context_length() {
     refused(&changed(|g| g.set(key, Value::I32s(vec![1, 7]))), &[key, "7"]);
 }
 
+/// Cases: M43, M44, M49.
 #[test]
 fn shared_layers_need_no_indexer_and_full_ones_do() {
     let key = "glm-dsa.attention.indexer.types";
@@ -145,6 +243,7 @@ fn shared_layers_need_no_indexer_and_full_ones_do() {
     refused(&gguf, &["blk.1.indexer.attn_q_b.weight", "an indexer of its own"]);
 }
 
+/// Cases: M51.
 #[test]
 fn mtp_layers_are_kept_whole_or_not_at_all() {
     let whole = Gguf::with_mtp();
@@ -212,6 +311,7 @@ fn shapes_and_types_are_held_against_the_metadata() {
     refused(&activations, &["output.weight", "Q8_1"]);
 }
 
+/// Cases: T41.
 #[test]
 fn unknown_tensors_are_an_error_unless_allowed() {
     let mut gguf = Gguf::glm_dsa();

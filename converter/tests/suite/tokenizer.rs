@@ -108,6 +108,7 @@ fn the_pre_tokenizer_is_known_by_name_or_refused_with_the_list() {
     assert_eq!(gpt2["pre_tokenizer"]["use_regex"], true);
 }
 
+/// Cases: G4, G14, G15.
 #[test]
 fn faults_of_the_vocabulary_are_named() {
     let tokens = "tokenizer.ggml.tokens";
@@ -135,6 +136,19 @@ fn faults_of_the_vocabulary_are_named() {
     let mut no_byte = strings(&Gguf::glm_dsa(), tokens);
     no_byte[usize::from(b'A')] = "AAA".to_owned();
     refused(&with(tokens, Value::Strs(no_byte)), &[tokens, "0x41"]);
+    let no_bos = with("tokenizer.ggml.add_bos_token", Value::Bool(true));
+    refused(&no_bos, &["tokenizer.ggml.bos_token_id", "added to every text"]);
+    // Types that other writers store in other widths.
+    let values = strings(&Gguf::glm_dsa(), tokens).len();
+    for value in [Value::U32s(vec![1; values]), Value::I64s(vec![1; values])] {
+        let temp = TempDir::new().unwrap();
+        file(&with(types, value).write(temp.path()), "tokenizer.json");
+    }
+    // Nothing here reads scores.
+    file(
+        &with("tokenizer.ggml.scores", Value::I32s(vec![1])).write(TempDir::new().unwrap().path()),
+        "tokenizer.json",
+    );
     for key in [types, merges, "tokenizer.ggml.model"] {
         refused(&changed(|g| g.unset(key)), &[key, "no such key"]);
     }

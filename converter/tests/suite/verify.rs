@@ -3,7 +3,7 @@
 use crate::files::{bundled, control, convert, convert_with, options, shardmill};
 use converter::verify::{Report, verify};
 use formats::checkpoint::Checkpoint;
-use formats::manifest::{RankManifest, Shard};
+use formats::manifest::{Layout, Manifest, RankManifest, Shard, Skipped};
 use formats::{Digest, digest};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -35,6 +35,7 @@ fn flip(path: &Path, at: u64) {
     std::fs::write(path, bytes).unwrap();
 }
 
+/// Cases: K59.
 #[test]
 fn a_flipped_byte_names_rank_file_chunk_and_tensor() {
     let temp = TempDir::new().unwrap();
@@ -123,7 +124,7 @@ fn parts_that_do_not_make_up_the_whole_are_found() {
     let found = failures(&dir);
     let named =
         |what: &str| found.iter().any(|f| f.contains("layers.1.self_attn.kv_b_proj") && f.contains(what));
-    assert!(named("starts at 1344"), "{found:?}");
+    assert!(named("one from 1344"), "{found:?}");
     assert!(named("heads"), "{found:?}");
 }
 
@@ -182,4 +183,68 @@ fn another_model_is_not_the_source() {
     let other = crate::made::Gguf::glm_dsa().write(temp.path());
     let report = verify(&dir, Some(&other), &control()).unwrap();
     assert!(report.failures[0].contains("not the source of this checkpoint"), "{:?}", report.failures);
+}
+
+/// Rewrites checkpoint.json and the lines of B3SUMS that follow from it, so that only its contents are wrong.
+fn rewrite_top(dir: &Path, change: impl FnOnce(&mut Manifest)) {
+    let mut top = Checkpoint::open(dir).unwrap().manifest().clone();
+    let before = std::fs::read(dir.join("checkpoint.json")).unwrap();
+    change(&mut top);
+    let bytes = serde_json::to_vec(&top).unwrap();
+    let sums = std::fs::read_to_string(dir.join("B3SUMS")).unwrap();
+    let sums = sums.replace(&Digest::of(&before).to_string(), &Digest::of(&bytes).to_string());
+    let listed = |line: &&str| {
+        let name = line.split("  ").nth(1).unwrap();
+        name.starts_with("rank-") || name == "checkpoint.json" || top.files.iter().any(|f| f.file == name)
+    };
+    let sums: String = sums.lines().filter(listed).flat_map(|line| [line, "\n"]).collect();
+    std::fs::write(dir.join("B3SUMS"), sums).unwrap();
+    std::fs::write(dir.join("checkpoint.json"), bytes).unwrap();
+}
+
+#[test]
+fn the_source_finds_files_and_skipped_tensors_that_are_not_its_own() {
+    type Change = fn(&mut Manifest);
+    let invented = |m: &mut Manifest| {
+        let reason = "the model has no use for it".to_owned();
+        m.skipped.push(Skipped { tensor: "blk.1.attn_output.weight".to_owned(), reason });
+    };
+    let changes: [(Change, &[&str]); 4] = [
+        (|m| m.files.clear(), &["files: tokenizer.json", "files: chat_template.jinja"]),
+        (|m| m.files[0].file = "notes.txt".to_owned(), &["files: notes.txt", "files: tokenizer.json"]),
+        (invented, &["skipped: blk.1.attn_output.weight"]),
+        (
+            |m| {
+                let reason = "a word\nof its own".to_owned();
+                m.skipped.push(Skipped { tensor: "blk.99.x".to_owned(), reason });
+            },
+            &["skipped: blk.99.x", "a word\\nof its own"],
+        ),
+    ];
+    for (change, names) in changes {
+        let temp = TempDir::new().unwrap();
+        let dir = checkpoint(&temp, 2);
+        rewrite_top(&dir, change);
+        let report = verify(&dir, Some(&bundled().gguf), &control()).unwrap();
+        for name in names {
+            assert!(
+                report.failures.iter().any(|f| f.contains(name)),
+                "{:?} should name {name}",
+                report.failures
+            );
+        }
+        assert!(report.failures.len() <= 5, "{:?}", report.failures);
+    }
+}
+
+#[test]
+fn a_layout_that_nobody_knows_is_found() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    for rank in 0..2 {
+        rewrite(&dir, rank, |manifest| manifest.tensors[1].layout = Layout::from("spiral.v9".to_owned()));
+    }
+    let found: Vec<String> = failures(&dir).into_iter().filter(|f| !f.starts_with("B3SUMS")).collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].contains("layout spiral.v9 is not known here"), "{found:?}");
 }

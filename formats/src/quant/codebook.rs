@@ -1,6 +1,6 @@
 //! Four bits an element that choose one of 16 values.
 
-use super::{block, f16_to_f32};
+use super::{block, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -11,6 +11,11 @@ const NONLINEAR: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25
 /// Source: OCP Microscaling Formats (MX) specification 1.0, section 5.3.3.
 const E2M1_DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
+/// Same source, section 5.4.1. ggml computes 2^128 with it.
+const E8M0_NAN: u8 = 0xff;
+/// Without its sign; ggml computes 0 with it.
+const E4M3_NAN: u8 = 0x7f;
+
 /// `d * NONLINEAR[q]`; the low nibbles are elements 0 to 15.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -18,7 +23,7 @@ pub struct IQ4_NL {
     d: U16,
     qs: [u8; 16],
 }
-block!(IQ4_NL: 32 elements in 18 bytes);
+block!(IQ4_NL: 32 elements in 18 bytes, |b| finite(b.d));
 
 /// `d * (sc - 32) * NONLINEAR[q]`, sc of 6 bits for each 32 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -31,7 +36,7 @@ pub struct IQ4_XS {
     scales_l: [u8; 4],
     qs: [u8; 128],
 }
-block!(IQ4_XS: 256 elements in 136 bytes);
+block!(IQ4_XS: 256 elements in 136 bytes, |b| finite(b.d));
 
 /// `2^(e - 127) * E2M1[q]`; the low nibbles are elements 0 to 15.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -41,7 +46,7 @@ pub struct MXFP4 {
     e: u8,
     qs: [u8; 16],
 }
-block!(MXFP4: 32 elements in 17 bytes);
+block!(MXFP4: 32 elements in 17 bytes, |b| b.e != E8M0_NAN);
 
 /// `d * E2M1[q]` with an E4M3 d for each 16 elements; in their 8 bytes the low nibbles are the first 8.
 ///
@@ -52,7 +57,7 @@ pub struct NVFP4 {
     d: [u8; 4],
     qs: [[u8; 8]; 4],
 }
-block!(NVFP4: 64 elements in 36 bytes);
+block!(NVFP4: 64 elements in 36 bytes, |b| b.d.iter().all(|d| d & 0x7f != E4M3_NAN));
 
 impl IQ4_NL {
     #[inline(always)]

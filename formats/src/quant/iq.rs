@@ -4,7 +4,7 @@
 //! bit an element (`_S`), or as 7 bits for 8 elements (`_XXS`, `_XS`), whose eighth makes the number of minus signs even.
 
 use super::iq_grids::{IQ1_S_GRID, IQ2_S_GRID, IQ2_XS_GRID, IQ2_XXS_GRID, IQ3_S_GRID, IQ3_XXS_GRID};
-use super::{block, f16_to_f32};
+use super::{block, f16_to_f32, finite};
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -16,7 +16,7 @@ pub struct IQ2_XXS {
     /// Four indices, then signs and scale as [`SignsAndScale`] has them.
     groups: [[U32; 2]; 8],
 }
-block!(IQ2_XXS: 256 elements in 66 bytes);
+block!(IQ2_XXS: 256 elements in 66 bytes, |b| finite(b.d));
 
 /// `d * (1/2 + sc) / 4 * grid`, sc of 4 bits for each 16 elements, grid indices of 9 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -27,7 +27,7 @@ pub struct IQ2_XS {
     qs: [[U16; 4]; 8],
     scales: [u8; 8],
 }
-block!(IQ2_XS: 256 elements in 74 bytes);
+block!(IQ2_XS: 256 elements in 74 bytes, |b| finite(b.d));
 
 /// `d * (1/2 + sc) / 4 * grid`, sc of 4 bits for each 16 elements, grid indices of 10 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -40,7 +40,7 @@ pub struct IQ2_S {
     qh: [u8; 8],
     scales: [u8; 8],
 }
-block!(IQ2_S: 256 elements in 82 bytes);
+block!(IQ2_S: 256 elements in 82 bytes, |b| finite(b.d));
 
 /// `d * (1/2 + sc) / 2 * grid`, sc of 4 bits for each 32 elements, grid indices of 8 bits for 4 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -51,7 +51,7 @@ pub struct IQ3_XXS {
     /// As [`SignsAndScale`] has them.
     signs_and_scales: [U32; 8],
 }
-block!(IQ3_XXS: 256 elements in 98 bytes);
+block!(IQ3_XXS: 256 elements in 98 bytes, |b| finite(b.d));
 
 /// `d * (1 + 2 sc) * grid`, sc of 4 bits for each 32 elements, grid indices of 9 bits for 4 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -64,7 +64,7 @@ pub struct IQ3_S {
     signs: [[u8; 4]; 8],
     scales: [u8; 4],
 }
-block!(IQ3_S: 256 elements in 110 bytes);
+block!(IQ3_S: 256 elements in 110 bytes, |b| finite(b.d));
 
 /// `d * (1 + 2 sc) * (grid ± 1/8)`, sc of 3 bits and the sign for each 32 elements, grid indices of 11 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -75,7 +75,7 @@ pub struct IQ1_S {
     /// Four times the high three bits of an index, then sc, then the sign.
     qh: [U16; 8],
 }
-block!(IQ1_S: 256 elements in 50 bytes);
+block!(IQ1_S: 256 elements in 50 bytes, |b| finite(b.d));
 
 /// `d * (1 + 2 sc) * (grid ± 1/8)`, sc of 3 bits for each 16 elements, the sign for each 8, grid indices of 11 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -87,7 +87,16 @@ pub struct IQ1_M {
     /// Four times sc, then four bits of d, lowest first.
     scales: [U16; 4],
 }
-block!(IQ1_M: 256 elements in 56 bytes);
+block!(IQ1_M: 256 elements in 56 bytes, |b| b.exponent() != 0x1f);
+
+impl IQ1_M {
+    /// Of d, whose five bits lie in the upper two of its four parts.
+    #[inline(always)]
+    fn exponent(&self) -> u16 {
+        let [_, _, lower, upper] = self.scales.map(|scale| scale.get() >> 12);
+        (upper & 7) << 2 | lower >> 2
+    }
+}
 
 /// What IQ2_XXS and IQ3_XXS keep for 32 elements in one u32: four times 7 sign bits, then a scale of 4 bits.
 struct SignsAndScale {

@@ -3,7 +3,7 @@
 //! A group is 16 (Q2_K, Q3_K, Q6_K) or 32 (Q4_K, Q5_K) consecutive elements. Its quants are one field of bits in as many
 //! consecutive bytes; groups that share bytes differ in the shift.
 
-use super::{block, f16_to_f32};
+use super::{block, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -17,7 +17,7 @@ pub struct Q2_K {
     d: U16,
     dmin: U16,
 }
-block!(Q2_K: 256 elements in 84 bytes);
+block!(Q2_K: 256 elements in 84 bytes, |b| finite(b.d) & finite(b.dmin));
 
 /// `d * (sc - 32) * (q - 4)`, q of 3 bits, sc of 6 bits for each 16 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -29,7 +29,7 @@ pub struct Q3_K {
     scales: [u8; 12],
     d: U16,
 }
-block!(Q3_K: 256 elements in 110 bytes);
+block!(Q3_K: 256 elements in 110 bytes, |b| finite(b.d));
 
 /// `d * sc * q - dmin * m`, q of 4 bits, sc and m of 6 bits for each 32 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -40,7 +40,7 @@ pub struct Q4_K {
     scales: ScalesAndMins,
     qs: [u8; 128],
 }
-block!(Q4_K: 256 elements in 144 bytes);
+block!(Q4_K: 256 elements in 144 bytes, |b| finite(b.d) & finite(b.dmin));
 
 /// `d * sc * q - dmin * m`, q of 5 bits, sc and m of 6 bits for each 32 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -53,7 +53,7 @@ pub struct Q5_K {
     qh: [u8; 32],
     qs: [u8; 128],
 }
-block!(Q5_K: 256 elements in 176 bytes);
+block!(Q5_K: 256 elements in 176 bytes, |b| finite(b.d) & finite(b.dmin));
 
 /// `d * sc * (q - 32)`, q of 6 bits, sc of 8 bits with sign for each 16 elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -66,7 +66,7 @@ pub struct Q6_K {
     scales: [i8; 16],
     d: U16,
 }
-block!(Q6_K: 256 elements in 210 bytes);
+block!(Q6_K: 256 elements in 210 bytes, |b| finite(b.d));
 
 impl Q2_K {
     #[inline(always)]

@@ -3,7 +3,7 @@
 //! Four-bit parts lie as 16 bytes: the low nibbles are elements 0 to 15, the high ones 16 to 31. The fifth bits lie as 32
 //! consecutive bits.
 
-use super::{block, f16_to_f32};
+use super::{block, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -14,7 +14,7 @@ pub struct Q4_0 {
     d: U16,
     qs: [u8; 16],
 }
-block!(Q4_0: 32 elements in 18 bytes);
+block!(Q4_0: 32 elements in 18 bytes, |b| finite(b.d));
 
 /// `d * q + m`, q of 4 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -24,7 +24,7 @@ pub struct Q4_1 {
     m: U16,
     qs: [u8; 16],
 }
-block!(Q4_1: 32 elements in 20 bytes);
+block!(Q4_1: 32 elements in 20 bytes, |b| finite(b.d) & finite(b.m));
 
 /// `d * (q - 16)`, q of 5 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -34,7 +34,7 @@ pub struct Q5_0 {
     qh: [u8; 4],
     qs: [u8; 16],
 }
-block!(Q5_0: 32 elements in 22 bytes);
+block!(Q5_0: 32 elements in 22 bytes, |b| finite(b.d));
 
 /// `d * q + m`, q of 5 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -45,7 +45,7 @@ pub struct Q5_1 {
     qh: [u8; 4],
     qs: [u8; 16],
 }
-block!(Q5_1: 32 elements in 24 bytes);
+block!(Q5_1: 32 elements in 24 bytes, |b| finite(b.d) & finite(b.m));
 
 /// `d * q`, q of 8 bits with sign.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -54,7 +54,7 @@ pub struct Q8_0 {
     d: U16,
     qs: [i8; 32],
 }
-block!(Q8_0: 32 elements in 34 bytes);
+block!(Q8_0: 32 elements in 34 bytes, |b| finite(b.d));
 
 impl Q4_0 {
     #[inline(always)]

@@ -46,6 +46,12 @@ pub trait Block {
     /// When a length is wrong.
     fn decode(bytes: &[u8], out: &mut [f32]);
 
+    /// Whether all scales of one block, or the one element of a plain type, are numbers: neither infinite nor NaN.
+    ///
+    /// # Panics
+    /// When the length is not [`Self::BYTES`].
+    fn is_finite(bytes: &[u8]) -> bool;
+
     /// Decodes any number of whole blocks.
     ///
     /// # Panics
@@ -135,9 +141,34 @@ pub fn decoder(dtype: Dtype) -> Option<fn(&[u8], &mut [f32])> {
     dispatch(dtype, DecodeRun)
 }
 
-/// Holds a block struct with a `values(&self, &mut [f32; LEN])` of its own against its size and makes it a [`Block`].
+/// Index of the first block in `bytes`, any number of whole ones, that has a scale which is no finite number; of plain types
+/// the first such element. `None` when there is none, and for types without numbers.
+///
+/// # Panics
+/// When `bytes` ends inside a block.
+pub fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<usize> {
+    struct First<'a>(&'a [u8]);
+    impl ForBlock for First<'_> {
+        type Output = Option<usize>;
+        fn call<B: Block>(self) -> Self::Output {
+            /// Looked at without a branch.
+            const RUN: usize = 64;
+            assert!(self.0.len().is_multiple_of(B::BYTES), "{} bytes of {}", self.0.len(), B::DTYPE);
+            let is_finite =
+                |run: &[u8]| run.chunks_exact(B::BYTES).fold(true, |all, b| all & B::is_finite(b));
+            let run = self.0.chunks(RUN * B::BYTES).position(|run| !is_finite(run))?;
+            let within =
+                self.0[run * RUN * B::BYTES..].chunks_exact(B::BYTES).position(|b| !B::is_finite(b))?;
+            Some(run * RUN + within)
+        }
+    }
+    dispatch(dtype, First(bytes)).flatten()
+}
+
+/// Holds a block struct with a `values(&self, &mut [f32; LEN])` of its own against its size and makes it a [`Block`]; the
+/// closure says whether its scales are finite.
 macro_rules! block {
-    ($name:ident: $len:literal elements in $bytes:literal bytes) => {
+    ($name:ident: $len:literal elements in $bytes:literal bytes, |$block:ident| $finite:expr) => {
         const _: () = assert!(size_of::<$name>() == $bytes && align_of::<$name>() == 1);
         const _: () =
             assert!($crate::Dtype::$name.block_len() == $len && $crate::Dtype::$name.block_bytes() == $bytes);
@@ -153,6 +184,13 @@ macro_rules! block {
                     zerocopy::FromBytes::ref_from_bytes(bytes).expect("the bytes of one block");
                 block.values(out.try_into().expect("the elements of one block"));
             }
+
+            #[inline(always)]
+            fn is_finite(bytes: &[u8]) -> bool {
+                let $block: &Self =
+                    zerocopy::FromBytes::ref_from_bytes(bytes).expect("the bytes of one block");
+                $finite
+            }
         }
     };
 }
@@ -161,6 +199,12 @@ use block;
 fn check_lengths<B: Block + ?Sized>(bytes: usize, elements: usize) {
     let whole = elements.is_multiple_of(B::LEN) && Some(bytes) == (elements / B::LEN).checked_mul(B::BYTES);
     assert!(whole, "{bytes} bytes for {elements} elements of {}", B::DTYPE);
+}
+
+/// Whether a half-precision scale is a number.
+#[inline(always)]
+fn finite(half: U16) -> bool {
+    half.get() & 0x7c00 != 0x7c00
 }
 
 /// A half-precision scale as f32.

@@ -1,6 +1,6 @@
 //! One f16 scale and one or two bits an element, or five elements of three values in a byte.
 
-use super::{block, f16_to_f32};
+use super::{block, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -15,7 +15,7 @@ pub struct TQ1_0 {
     qh: [u8; 4],
     d: U16,
 }
-block!(TQ1_0: 256 elements in 54 bytes);
+block!(TQ1_0: 256 elements in 54 bytes, |b| finite(b.d));
 
 /// `d * (q - 1)`, q of 2 bits; each half of 128 elements has 32 bytes.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -24,7 +24,7 @@ pub struct TQ2_0 {
     qs: [u8; 64],
     d: U16,
 }
-block!(TQ2_0: 256 elements in 66 bytes);
+block!(TQ2_0: 256 elements in 66 bytes, |b| finite(b.d));
 
 /// `d` where the bit is set, else `-d`; consecutive bits are consecutive elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -33,7 +33,7 @@ pub struct Q1_0 {
     d: U16,
     qs: [u8; 16],
 }
-block!(Q1_0: 128 elements in 18 bytes);
+block!(Q1_0: 128 elements in 18 bytes, |b| finite(b.d));
 
 /// `d * (q - 1)`, q of 2 bits; consecutive bits are consecutive elements.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -42,7 +42,7 @@ pub struct Q2_0 {
     d: U16,
     qs: [u8; 16],
 }
-block!(Q2_0: 64 elements in 18 bytes);
+block!(Q2_0: 64 elements in 18 bytes, |b| finite(b.d));
 
 impl TQ1_0 {
     #[inline(always)]

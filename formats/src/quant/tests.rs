@@ -156,3 +156,44 @@ fn a_part_of_a_block_panics() {
 fn too_many_bytes_panic() {
     let _ = decode(Dtype::F32, &[0; 8], &mut [0.0; 1]);
 }
+
+/// A block is finite exactly when all its values are, at every value that a pair of bytes of it can have. The exceptions are
+/// scales that are NaN in their own format and that ggml computes numbers with, and finite scales whose products overflow.
+#[test]
+fn blocks_with_a_scale_that_is_no_number_are_found() {
+    for dtype in Dtype::all().filter(|&dtype| decoder(dtype).is_some()) {
+        let bytes = dtype.block_bytes();
+        // Quants that are not 0, so that a scale shows in every value.
+        let mut good: Vec<u8> = (0..bytes).map(|i| if i % 2 == 0 { 0x11 } else { 0x33 }).collect();
+        if dtype == Dtype::IQ1_M {
+            // The lower two bits of the exponent, far from the other three.
+            good[53] = 0xc3;
+        }
+        assert_eq!(first_not_finite(dtype, &good.repeat(200)), None, "{dtype}");
+        let mut found = 0;
+        for at in 0..bytes {
+            for pair in [0x7c00u16, 0xfc00, 0x7e01, 0x7f80, 0xffff, 0x7b00, 0x0001] {
+                let mut block = good.clone();
+                for (byte, value) in block[at..].iter_mut().zip(pair.to_le_bytes()) {
+                    *byte = value;
+                }
+                let finite = decoded(dtype, &block).iter().all(|x| x.is_finite());
+                let by_format = match dtype {
+                    Dtype::MXFP4 => block[0] == 0xff,
+                    Dtype::NVFP4 => block[..4].iter().any(|d| d & 0x7f == 0x7f),
+                    _ => false,
+                };
+                if dtype == Dtype::MXFP4 && !finite && !by_format {
+                    assert!(block[0] > 250, "only the largest scales overflow");
+                    continue;
+                }
+                let expected = (!finite || by_format).then_some(133);
+                let run = [good.repeat(133), block, good.repeat(66)].concat();
+                assert_eq!(first_not_finite(dtype, &run), expected, "{dtype}: {pair:#06x} at {at}");
+                found += usize::from(expected.is_some());
+            }
+        }
+        let integer = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
+        assert_eq!(found > 0, !integer, "{dtype}");
+    }
+}

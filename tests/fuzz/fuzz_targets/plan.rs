@@ -2,7 +2,7 @@
 //! file is made longer by a hole in which their tensors may lie.
 #![no_main]
 
-use converter::plan::{Options, Plan, UnknownTensors};
+use converter::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use converter::side_files::side_files;
 use formats::gguf::GgufSet;
 use formats::manifest::ExpertCut;
@@ -26,8 +26,10 @@ fuzz_target!(|data: &[u8]| {
             return;
         }
     };
-    for (ranks, experts) in [(1, ExpertCut::Tensor), (3, ExpertCut::Expert)] {
-        let options = Options { ranks, experts, unknown: UnknownTensors::Skip };
+    for (ranks, experts, layout) in
+        [(1, ExpertCut::Tensor, WeightLayout::Ggml), (3, ExpertCut::Expert, WeightLayout::Mma16)]
+    {
+        let options = Options { ranks, experts, unknown: UnknownTensors::Skip, layout };
         match Plan::new(&set, options) {
             Ok(plan) => assert!(!plan.text().is_empty() && plan.disk_bytes() > 0),
             Err(error) => assert!(error.to_string().contains(&*name), "{error}"),
