@@ -185,15 +185,21 @@ struct IQ4_XS : Quantised<256, 136> {
     }
 };
 
-// Elements column..column+8 of a row of W; zeros after its end, which only rows of plain types have inside eight.
-template <typename W> __device__ __forceinline__ void decode8(const u8 *row, int column, int columns, float *out) {
-    if constexpr (W::PLAIN) {
-        EACH8 out[j] = column + j < columns ? W::value(row + (u64)(column + j) * W::BYTES) : 0.0f;
-    } else {
-        W::decode8(row + (u64)(column / W::LEN) * W::BYTES, column % W::LEN, out);
-    }
-}
-
 template <typename W> __device__ __forceinline__ u64 row_bytes(int columns) {
     return (u64)(columns / W::LEN) * W::BYTES;
 }
+
+#ifdef MMA16
+#include "mma16.cuh"
+#else
+// Elements column..column+8 of row `row` of a matrix; zeros after its end, which only rows of plain types have inside eight.
+template <typename W>
+__device__ __forceinline__ void decode8(const u8 *matrix, int row, int column, int columns, float *out) {
+    const u8 *blocks = matrix + row * row_bytes<W>(columns);
+    if constexpr (W::PLAIN) {
+        EACH8 out[j] = column + j < columns ? W::value(blocks + (u64)(column + j) * W::BYTES) : 0.0f;
+    } else {
+        W::decode8(blocks + (u64)(column / W::LEN) * W::BYTES, column % W::LEN, out);
+    }
+}
+#endif

@@ -1,4 +1,5 @@
-// Products of many tokens with one type of weights, in layout `ggml`, on tensor cores; TYPE names the type.
+// Products of many tokens with one type of weights, in layout `ggml` or, with MMA16, `mma16.v1`, on tensor cores; TYPE names the
+// type.
 //
 // A block makes TM tokens x TN rows of the result. Weights are decoded to f16 once for all of its tokens, 64 columns at a time,
 // while the columns before are multiplied. Activations are f16 with a power of two for each row (to_half in rows.cu); sums are
@@ -58,7 +59,6 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
     extern __shared__ __align__(128) u8 shared[];
     int first_row = blockIdx.x * TN, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     int warp_token = warp / 4 * 64, warp_row = warp % 4 * 32;
-    u32 bytes = (u32)row_bytes<W>(columns);
 
     // A thread copies the same piece of four tokens, and decodes the same eight columns of four rows, of every tile.
     int piece = thread % 8;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
         for (int i = 0; i < 4; i++) {
             float v[8];
             if (column < columns) {
-                decode8<W>(w + min(first_row + i * 32 + thread / 8, rows - 1) * bytes, column, columns, v);
+                decode8<W>(w, min(first_row + i * 32 + thread / 8, rows - 1), column, columns, v);
             } else {
                 EACH8 v[j] = 0.0f;
             }

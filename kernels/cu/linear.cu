@@ -1,4 +1,5 @@
-// Products with one type of weights, in layout `ggml`; TYPE names it. Compiled once for each type that a checkpoint has.
+// Products with one type of weights, in layout `ggml` or, with MMA16, `mma16.v1`; TYPE names the type. Compiled once for each
+// type that a checkpoint has.
 //
 // A warp owns a row of the weights. It decodes 256 columns at a time, eight in each lane, and meets up to N activation rows
 // with them. A sum's order depends on its own row alone, so a token's result is the same in any company.
@@ -20,20 +21,20 @@ __device__ __forceinline__ void load8(const float *x, int column, int columns, b
     }
 }
 
-// sums[n] = row . x[n], in every lane; rows of x are `stride` apart, those from `tokens` on repeat the last.
+// sums[n] = w[row] . x[n], in every lane; rows of x are `stride` apart, those from `tokens` on repeat the last.
 template <int N>
-__device__ __forceinline__ void dots(const u8 *row, const float *x, u64 stride, int tokens, int columns, float *sums) {
+__device__ __forceinline__ void dots(const u8 *w, int row, const float *x, u64 stride, int tokens, int columns, float *sums) {
     bool aligned = columns % 4 == 0 && stride % 4 == 0 && (u64)x % 16 == 0;
 #pragma unroll
     for (int n = 0; n < N; n++) sums[n] = 0.0f;
     for (int column = threadIdx.x % WARP * 8; column < columns; column += WARP * 8) {
-        float w[8];
-        decode8<W>(row, column, columns, w);
+        float values[8];
+        decode8<W>(w, row, column, columns, values);
 #pragma unroll
         for (int n = 0; n < N; n++) {
             float v[8];
             load8(x + min(n, tokens - 1) * stride, column, columns, aligned, v);
-            EACH8 sums[n] = fmaf(w[j], v[j], sums[n]);
+            EACH8 sums[n] = fmaf(values[j], v[j], sums[n]);
         }
     }
 #pragma unroll
@@ -46,7 +47,7 @@ __device__ __forceinline__ void matvec(const u8 *w, const float *x, float *out, 
     int row = blockIdx.x * WARPS + threadIdx.x / WARP, first = blockIdx.y * N;
     if (row >= rows) return;
     float sums[N];
-    dots<N>(w + row * row_bytes<W>(columns), x + (u64)first * columns, columns, tokens - first, columns, sums);
+    dots<N>(w, row, x + (u64)first * columns, columns, tokens - first, columns, sums);
 #pragma unroll
     for (int n = 0; n < N; n++) {
         if (threadIdx.x % WARP == 0 && first + n < tokens) out[(u64)(first + n) * rows + row] = sums[n];
@@ -77,7 +78,7 @@ expert_in(const u8 *w, const float *x, const float *choice, float *out, int rows
     int expert = local_expert(choice, t, k, per_token, first_expert, experts);
     if (row >= rows || expert < 0) return;
     float sum;
-    dots<1>(w + ((u64)expert * rows + row) * row_bytes<W>(columns), x + (u64)t * columns, columns, 1, columns, &sum);
+    dots<1>(w + (u64)expert * rows * row_bytes<W>(columns), row, x + (u64)t * columns, columns, 1, columns, &sum);
     if (threadIdx.x % WARP == 0) out[((u64)t * per_token + k) * rows + row] = sum;
 }
 
@@ -93,7 +94,7 @@ expert_out(const u8 *w, const float *h, const float *choice, float *out, int row
         int expert = local_expert(choice, t, k, per_token, first_expert, experts);
         if (expert < 0) continue;
         float sum;
-        dots<1>(w + ((u64)expert * rows + row) * row_bytes<W>(columns), h + ((u64)t * per_token + k) * columns, columns,
+        dots<1>(w + (u64)expert * rows * row_bytes<W>(columns), row, h + ((u64)t * per_token + k) * columns, columns,
                 1, columns, &sum);
         total = fmaf(choice[(u64)t * 2 * per_token + per_token + k], sum, total);
     }
@@ -108,7 +109,7 @@ embed(const u8 *table, const u32 *tokens, float *out, int rows, int columns, u32
     u32 row = tokens[t] - first_row;
     float v[8];
     EACH8 v[j] = 0.0f;
-    if (tokens[t] >= first_row && row < (u32)rows) decode8<W>(table + row * row_bytes<W>(columns), column, columns, v);
+    if (tokens[t] >= first_row && row < (u32)rows) decode8<W>(table, row, column, columns, v);
     EACH8 if (column + j < columns) out[(u64)t * columns + column + j] = v[j];
 }
 
@@ -119,12 +120,12 @@ KERNEL(THREADS)
 absorb(const u8 *w, const float *q, float *out, int heads, int nope, int rope, int v, int latent, int tokens) {
     int head = blockIdx.x, first = blockIdx.y * TOKENS;
     int width = latent + rope, qk = nope + rope;
-    const u8 *rows = w + (u64)head * (nope + v) * row_bytes<W>(latent);
+    int first_row = head * (nope + v);
     for (int column = threadIdx.x * 8; column < latent; column += THREADS * 8) {
         float sums[TOKENS][8] = {};
         for (int n = 0; n < nope; n++) {
             float values[8];
-            decode8<W>(rows + n * row_bytes<W>(latent), column, latent, values);
+            decode8<W>(w, first_row + n, column, latent, values);
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
                 float factor = q[((u64)min(first + t, tokens - 1) * heads + head) * qk + n];
@@ -150,7 +151,7 @@ project(const u8 *w, const float *x, float *out, int heads, int nope, int v, int
     int row = blockIdx.x * WARPS + threadIdx.x / WARP, head = blockIdx.y, first = blockIdx.z * TOKENS;
     if (row >= v) return;
     float sums[TOKENS];
-    dots<TOKENS>(w + ((u64)head * (nope + v) + nope + row) * row_bytes<W>(latent),
+    dots<TOKENS>(w, head * (nope + v) + nope + row,
                  x + ((u64)first * heads + head) * latent, (u64)heads * latent, tokens - first, latent, sums);
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {

@@ -11,13 +11,15 @@ __device__ __forceinline__ u32 random_bits(u64 at, u32 seed) {
     return (u32)(z >> 32);
 }
 
-// `blocks` blocks of `block_bytes` random bytes, with the two f16 scales at `first` and `second` (< 0: none) set to given bits.
+// `blocks` blocks, or tiles, of `block_bytes` random bytes. In start..end every `stride` bytes begin with an f16 scale of given
+// bits, and have a second one `second` bytes on (< 0: none).
 KERNEL(THREADS)
-fill_blocks(u16 *to, u64 blocks, int block_bytes, int first, u32 first_bits, int second, u32 second_bits, u32 seed) {
+fill_blocks(u16 *to, u64 blocks, int block_bytes, int start, int end, int stride, u32 first_bits, int second, u32 second_bits,
+            u32 seed) {
     int halves = block_bytes / 2;
     for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < blocks * halves; i += (u64)gridDim.x * THREADS) {
-        int at = (int)(i % halves) * 2;
-        to[i] = (u16)(at == first ? first_bits : at == second ? second_bits : random_bits(i, seed));
+        int at = (int)(i % halves) * 2, offset = at >= start && at < end ? (at - start) % stride : -1;
+        to[i] = (u16)(offset == 0 ? first_bits : offset >= 0 && offset == second ? second_bits : random_bits(i, seed));
     }
 }
 

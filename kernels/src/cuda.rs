@@ -18,12 +18,14 @@ mod step;
 pub mod synthetic;
 mod weight;
 
+pub use compile::Tiling;
 pub use error::CudaError;
 pub use weight::Weight;
 
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::{BLOCK_TOKENS, Step};
 use crate::{Backend, Error, ExpertWeights, MlpWeights, Pass, StepLimits, StepRows};
+use compile::Form;
 use driver::{Device, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
 use kernels::{Linear, Ops};
@@ -33,6 +35,8 @@ use std::sync::{Arc, OnceLock};
 use step::{BUCKETS, StepMemory};
 use weight::{Storage, bf16, storage};
 
+/// Types in both tilings.
+const FORMS: usize = 2 * compile::WEIGHT_TYPES.len();
 /// Most rows of a step: a side of a kernel's grid.
 const MOST_ROWS: usize = 65_535;
 
@@ -41,10 +45,10 @@ const MOST_ROWS: usize = 65_535;
 pub struct Cuda {
     stream: Arc<Stream>,
     ops: Ops,
-    /// By the place in [`compile::WEIGHT_TYPES`]; compiled when the first weight of the type comes.
-    linear: [OnceLock<Linear>; compile::WEIGHT_TYPES.len()],
+    /// By the form's index; compiled when the first weight of the type comes.
+    linear: [OnceLock<Linear>; FORMS],
     /// The same for many tokens.
-    gemm: [OnceLock<Gemm>; compile::WEIGHT_TYPES.len()],
+    gemm: [OnceLock<Gemm>; FORMS],
     rows: RowKernels,
     step: StepMemory,
     scratch: Scratch,
@@ -145,8 +149,8 @@ impl Cuda {
         let buffer = || Buffer::new(device, 0, "working memory");
         Ok(Self {
             ops: Ops::new(&stream)?,
-            linear: [const { OnceLock::new() }; compile::WEIGHT_TYPES.len()],
-            gemm: [const { OnceLock::new() }; compile::WEIGHT_TYPES.len()],
+            linear: [const { OnceLock::new() }; FORMS],
+            gemm: [const { OnceLock::new() }; FORMS],
             rows: RowKernels::new(&stream)?,
             step: StepMemory::new(device)?,
             scratch: Scratch {
@@ -173,12 +177,13 @@ impl Cuda {
         &self.stream
     }
 
-    /// Compiles what weights of these types need, all at the same time. What does not compile is said when a weight is made.
-    pub fn compile_for(device: &Device, dtypes: &[Dtype]) {
-        let mut types: Vec<Dtype> = dtypes.iter().map(|&dtype| stored_as(dtype)).collect();
-        types.sort_unstable();
-        types.dedup();
-        let units: Vec<_> = types.into_iter().flat_map(compile::Unit::of_weights).collect();
+    /// Compiles what matrices of these types need, all at the same time. What does not compile is said when a weight is made.
+    pub fn compile_for(device: &Device, matrices: &[(Dtype, Tiling)]) {
+        let form = |&(dtype, tiling)| Form { dtype: stored_as(dtype), tiling };
+        let mut forms: Vec<Form> = matrices.iter().map(form).collect();
+        forms.sort_unstable();
+        forms.dedup();
+        let units: Vec<_> = forms.into_iter().flat_map(compile::Unit::of_weights).collect();
         compile::Unit::prepare(&units, &compile::architecture(device.capability()));
     }
 
@@ -189,9 +194,25 @@ impl Cuda {
     ///
     /// # Panics
     /// When the arena ends before the weight does.
-    pub fn weight_in(&self, arena: &Arc<Memory>, offset: u64, view: &TensorView) -> Result<Weight, Error> {
-        let weight = Weight::in_arena(&self.stream, arena, offset, view)?;
-        self.prepare(weight.dtype)?;
+    pub fn weight_in(
+        &self,
+        arena: &Arc<Memory>,
+        offset: u64,
+        view: &TensorView,
+        tiling: Tiling,
+    ) -> Result<Weight, Error> {
+        let weight = Weight::in_arena(&self.stream, arena, offset, view, tiling)?;
+        self.prepare(weight.form)?;
+        Ok(weight)
+    }
+
+    /// Takes a weight whose blocks are in the order of `tiling`.
+    ///
+    /// # Errors
+    /// As [`Backend::weight`].
+    pub fn tiled_weight(&self, view: &TensorView, tiling: Tiling) -> Result<Weight, Error> {
+        let weight = Weight::alone(&self.stream, view, tiling)?;
+        self.prepare(weight.form)?;
         Ok(weight)
     }
 
@@ -201,26 +222,26 @@ impl Cuda {
     }
 
     /// Compiles what the products of a type need.
-    pub(crate) fn prepare(&self, dtype: Dtype) -> Result<(), CudaError> {
-        let (linear, gemm) = (&self.linear[place(dtype)], &self.gemm[place(dtype)]);
+    pub(crate) fn prepare(&self, form: Form) -> Result<(), CudaError> {
+        let (linear, gemm) = (&self.linear[form.index()], &self.gemm[form.index()]);
         if linear.get().is_none() {
             // Another thread of the same rank would have made the same.
-            let _ = linear.set(Linear::new(&self.stream, dtype)?);
-            if dtype != Dtype::F32 {
-                let _ = gemm.set(Gemm::new(&self.stream, dtype)?);
+            let _ = linear.set(Linear::new(&self.stream, form)?);
+            if form.dtype != Dtype::F32 {
+                let _ = gemm.set(Gemm::new(&self.stream, form)?);
             }
         }
         Ok(())
     }
 
     fn linear(&self, weight: &Weight) -> &Linear {
-        self.linear[place(weight.dtype)].get().expect("kernels are compiled when their first weight is made")
+        self.linear[weight.form.index()].get().expect("kernels are compiled when their first weight is made")
     }
 
     /// The kernels for so many tokens, if there are other ones.
     fn gemm(&self, weight: &Weight, rows: usize) -> Option<&Gemm> {
         let addressable = weight.cost(weight.rows).bytes <= u64::from(u32::MAX);
-        self.gemm[place(weight.dtype)].get().filter(|_| rows >= MANY && addressable)
+        self.gemm[weight.form.index()].get().filter(|_| rows >= MANY && addressable)
     }
 
     /// Makes room for the input of products of many tokens.
@@ -311,9 +332,7 @@ impl Backend for Cuda {
     type Cache = Cache;
 
     fn weight(&self, view: TensorView) -> Result<Weight, Error> {
-        let weight = Weight::alone(&self.stream, &view)?;
-        self.prepare(weight.dtype)?;
-        Ok(weight)
+        self.tiled_weight(&view, Tiling::Rows)
     }
 
     fn keeps(&self, dtype: Dtype) -> bool {
@@ -566,11 +585,6 @@ fn stored_as(dtype: Dtype) -> Dtype {
         Storage::Own => dtype,
         Storage::As(other) => other,
     }
-}
-
-fn place(dtype: Dtype) -> usize {
-    let found = compile::WEIGHT_TYPES.iter().position(|&known| known == dtype);
-    found.expect("weights are made in types with kernels")
 }
 
 fn bytes_of(values: &[f32]) -> Vec<u8> {

@@ -6,8 +6,10 @@
 mod support;
 
 use formats::config::RopePairing;
+use formats::layout::mma16;
 use formats::{Dtype, TensorView};
 use kernels::cpu::Cpu;
+use kernels::cuda::Tiling;
 use kernels::reference::Reference;
 use kernels::shape::{MlaShape, MoeShape};
 use kernels::step::{BLOCK_TOKENS, LogitRows, MlaForm, Step};
@@ -89,6 +91,58 @@ fn matmul_of_more_rows_than_one_pass_takes() {
         check_matmul(&mut random, dtype, [257, cols[1], 129]);
     }
     check_matmul(&mut Random(3), Dtype::F32, [16, 22, 513]);
+}
+
+/// Matrices in tiles, on a GPU: what they are in rows, bit for bit, and in an embedding.
+#[test]
+fn tiles_are_what_their_rows_are() {
+    let Some(mut gpu) = cuda() else { return };
+    let b = &mut *gpu;
+    let mut random = Random(23);
+    for dtype in dtypes().into_iter().filter(|&dtype| mma16::tile_bytes(dtype).is_some()) {
+        for [rows, cols] in [[16, 256], [48, 768], [144, 512]] {
+            let view = random.weight(dtype, &[rows, cols]);
+            let [in_rows, in_tiles] =
+                [b.weight(view.clone()).unwrap(), b.tiled_weight(&tiled(&view), Tiling::Tiles).unwrap()];
+            for tokens in [1, 3, 16, 40] {
+                let x = random.values(tokens * cols);
+                let x = fenced(b, &x);
+                let mut product = |w| {
+                    let mut out = poisoned(b, tokens * rows);
+                    b.matmul(w, &x, tokens, &mut out);
+                    written(b, &out, tokens * rows)
+                };
+                let (found, expected) = (product(&in_tiles), product(&in_rows));
+                let what = format!("{dtype} [{rows}, {cols}] x {tokens}");
+                // Few tokens may meet tensor cores in one of the two.
+                close(&what, &found, &expected, cols + HALF_TERMS, |_| 4.0 * (cols as f32).sqrt());
+            }
+            let mut step = Step::default();
+            step.push(&[0, 9, rows as u32 - 1], 0, &[0], LogitRows::None);
+            b.begin_step(&step);
+            let [found, expected] = [&in_tiles, &in_rows].map(|w| {
+                let mut out = poisoned(b, 3 * cols);
+                b.embed(w, 0, &mut out);
+                written(b, &out, 3 * cols)
+            });
+            same_bits(&format!("{dtype} embedding"), &found, &expected);
+        }
+    }
+}
+
+/// The same bytes in layout `mma16.v1`.
+fn tiled(view: &TensorView) -> TensorView {
+    let dims: Vec<usize> = view.shape().dims().iter().map(|&d| d as usize).collect();
+    let row = view.row_bytes();
+    let of_tile = mma16::tile_bytes(view.dtype()).unwrap() / mma16::ROWS;
+    let mut bytes = vec![0; view.bytes().len()];
+    for (strip, out) in view.bytes().chunks(16 * row).zip(bytes.chunks_mut(16 * row)) {
+        for (i, tile) in out.chunks_mut(16 * of_tile).enumerate() {
+            let rows = std::array::from_fn(|r| &strip[r * row + i * of_tile..][..of_tile]);
+            mma16::arrange(view.dtype(), &rows, tile);
+        }
+    }
+    support::view(view.dtype(), &dims, bytes)
 }
 
 #[test]

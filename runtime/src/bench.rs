@@ -19,9 +19,9 @@ use crate::upload::{Digests, LoadPlan};
 use formats::Digest;
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
-use kernels::cuda::Cuda;
 use kernels::cuda::driver::{Device as Gpu, Timing};
 use kernels::cuda::synthetic::copy_rate;
+use kernels::cuda::{Cuda, Tiling};
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
@@ -60,6 +60,8 @@ pub enum Subject<'a> {
         ranks: usize,
         /// How many of its layers there are; `None`: all.
         layers: Option<usize>,
+        /// Order of its blocks.
+        tiling: Tiling,
     },
 }
 
@@ -233,9 +235,13 @@ impl Bench {
         };
         let (runner, vocab_size, subject, device, notes) = match subject {
             Subject::Checkpoint(dir) => Self::checkpoint(dir, options, limits)?,
-            Subject::Synthetic { model, ranks, layers } => {
-                Self::synthetic(model, ranks, layers, &options.device, limits)?
-            }
+            Subject::Synthetic { model, ranks, layers, tiling } => Self::synthetic(
+                model,
+                [ranks, layers.unwrap_or(usize::MAX)],
+                tiling,
+                &options.device,
+                limits,
+            )?,
         };
         let blocks = BlockPool::new(blocks).take(blocks).expect("a new pool is all free");
         Ok(Self {
@@ -294,13 +300,13 @@ impl Bench {
 
     fn synthetic(
         model: SyntheticModel,
-        ranks: usize,
-        layers: Option<usize>,
+        [ranks, layers]: [usize; 2],
+        tiling: Tiling,
         device: &DeviceOptions,
         limits: StepLimits,
     ) -> Result<(Runner, usize, String, String, Vec<String>), Error> {
         let all = synthetic::layer_count(model);
-        let layers = layers.unwrap_or(all);
+        let layers = if layers == usize::MAX { all } else { layers };
         if !(1..=all).contains(&layers) {
             let expected = format!("1 to {all}, the model's layers");
             return Err(Error::Option { option: "--layers", expected, found: layers.to_string() });
@@ -311,7 +317,7 @@ impl Bench {
         };
         let config = synthetic::config(model, layers);
         let (backend, end) = alone(&gpus[0], &limits, config.hidden_size)?;
-        let weights = synthetic::weights(&backend, &config, ranks)?;
+        let weights = synthetic::weights(&backend, &config, ranks, tiling)?;
         let vocab_size = weights.logit_rows.len();
         let one = Model::new(backend, end, weights, &config, limits)?;
         let notes = vec![

@@ -9,9 +9,11 @@ use crate::load::load;
 use crate::model::Model;
 use crate::upload::{Digests, LoadPlan, upload};
 use formats::checkpoint::{Checkpoint, RankShard};
+use formats::layout::Layout;
+use formats::manifest::TensorEntry;
 use formats::{Dtype, ModelConfig};
 use kernels::cpu::Cpu;
-use kernels::cuda::Cuda;
+use kernels::cuda::{Cuda, Tiling};
 use kernels::reference::Reference;
 use kernels::{Backend, HostBuffer, StepLimits};
 use std::cell::RefCell;
@@ -322,11 +324,12 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     limits: StepLimits,
     plan: &LoadPlan,
 ) -> Result<Model<Cuda, C>, Error> {
-    let dtypes: Vec<Dtype> = shard.manifest().tensors.iter().map(|entry| entry.dtype).collect();
+    let matrices: Vec<(Dtype, Tiling)> =
+        shard.manifest().tensors.iter().map(|entry| (entry.dtype, tiling(entry))).collect();
     let uploaded = std::thread::scope(|scope| {
         // Both take seconds, one the disk and the bus, the other processors.
         let device = backend.device();
-        scope.spawn(move || Cuda::compile_for(device, &dtypes));
+        scope.spawn(move || Cuda::compile_for(device, &matrices));
         upload(shard, device, plan)
     })?;
     let seconds = uploaded.elapsed.as_secs_f64();
@@ -341,14 +344,14 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     let converted = RefCell::new(BTreeMap::<Dtype, (usize, u64)>::new());
     let data_start = shard.manifest().data_start;
     let weights = load(shard, config, |entry| {
-        let view = shard.view(entry)?;
+        let view = shard.arranged(entry)?;
         if !backend.keeps(entry.dtype) && entry.shape.dims().len() > 1 {
             let mut converted = converted.borrow_mut();
             let (tensors, more) = converted.entry(entry.dtype).or_default();
             *tensors += 1;
             *more += 2 * entry.shape.elements();
         }
-        let placed = backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view);
+        let placed = backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view, tiling(entry));
         placed.map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
     })?;
     for (dtype, (tensors, more)) in converted.into_inner() {
@@ -360,6 +363,14 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
         );
     }
     Model::new(backend, communicator, weights, config, limits)
+}
+
+/// Order of a tensor's blocks; a layout that is unknown is refused when the tensor is looked up.
+fn tiling(entry: &TensorEntry) -> Tiling {
+    match entry.layout {
+        Layout::Mma16 => Tiling::Tiles,
+        Layout::Ggml | Layout::Unknown(_) => Tiling::Rows,
+    }
 }
 
 /// Worker threads of each rank when `total` are shared by all.

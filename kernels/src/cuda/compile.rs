@@ -2,6 +2,7 @@
 
 use super::CudaError;
 use super::nvrtc::{Nvrtc, Source};
+use formats::layout::mma16::tile_bytes;
 use formats::{Digest, Dtype};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const PRELUDE: (&str, &str) = ("prelude.cuh", include_str!("../../cu/prelude.cuh"));
 const BLOCKS: (&str, &str) = ("blocks.cuh", include_str!("../../cu/blocks.cuh"));
+const MMA16: (&str, &str) = ("mma16.cuh", include_str!("../../cu/mma16.cuh"));
 
 /// Weight types that products read in their own blocks.
 pub const WEIGHT_TYPES: [Dtype; 14] = [
@@ -27,6 +29,48 @@ pub const WEIGHT_TYPES: [Dtype; 14] = [
     Dtype::IQ4_XS,
     Dtype::MXFP4,
 ];
+
+/// How a matrix lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Form {
+    /// Element type, one of [`WEIGHT_TYPES`].
+    pub dtype: Dtype,
+    /// Order of its blocks.
+    pub tiling: Tiling,
+}
+
+/// Order of a matrix' blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Tiling {
+    /// Layout `ggml`: rows of blocks.
+    Rows,
+    /// Layout `mma16.v1`: tiles for tensor cores.
+    Tiles,
+}
+
+impl Form {
+    /// Every form that products read.
+    pub fn all() -> Vec<Self> {
+        let rows = WEIGHT_TYPES.map(|dtype| Self { dtype, tiling: Tiling::Rows });
+        let tiles = WEIGHT_TYPES.map(|dtype| Self { dtype, tiling: Tiling::Tiles });
+        rows.into_iter().chain(tiles.into_iter().filter(|form| tile_bytes(form.dtype).is_some())).collect()
+    }
+
+    /// Its place in [`Form::all`]'s order, with room for every type in both tilings.
+    pub(super) fn index(self) -> usize {
+        let dtype = WEIGHT_TYPES.iter().position(|&known| known == self.dtype);
+        let dtype = dtype.expect("weights are made in types with kernels");
+        dtype + if self.tiling == Tiling::Tiles { WEIGHT_TYPES.len() } else { 0 }
+    }
+
+    fn defines(self) -> Vec<String> {
+        let mut defines = vec![format!("-DTYPE={}", self.dtype.name())];
+        if self.tiling == Tiling::Tiles {
+            defines.push("-DMMA16".to_owned());
+        }
+        defines
+    }
+}
 
 /// Shared memory that every supported GPU gives a block (compute capability 12.0; others give more).
 pub const SHARED_BYTES: usize = 99 << 10;
@@ -62,15 +106,13 @@ impl Unit {
     }
 
     /// Products with one type of weights.
-    pub fn linear(dtype: Dtype) -> Self {
-        let defines = vec![format!("-DTYPE={}", dtype.name())];
-        Self { name: "linear.cu", text: include_str!("../../cu/linear.cu"), defines }
+    pub fn linear(form: Form) -> Self {
+        Self { name: "linear.cu", text: include_str!("../../cu/linear.cu"), defines: form.defines() }
     }
 
     /// Products of many tokens with one type of weights; F32 has none.
-    pub fn gemm(dtype: Dtype) -> Self {
-        let defines = vec![format!("-DTYPE={}", dtype.name())];
-        Self { name: "gemm.cu", text: include_str!("../../cu/gemm.cu"), defines }
+    pub fn gemm(form: Form) -> Self {
+        Self { name: "gemm.cu", text: include_str!("../../cu/gemm.cu"), defines: form.defines() }
     }
 
     /// What those need around them.
@@ -80,16 +122,16 @@ impl Unit {
 
     /// Every unit that there is.
     pub fn all() -> Vec<Self> {
-        let of_types = WEIGHT_TYPES.into_iter().flat_map(Self::of_weights);
+        let of_types = Form::all().into_iter().flat_map(Self::of_weights);
         [Self::ops(), Self::rows(), Self::peer(), Self::synthetic()].into_iter().chain(of_types).collect()
     }
 
     /// The units that weights of a type need.
-    pub fn of_weights(dtype: Dtype) -> Vec<Self> {
+    pub fn of_weights(form: Form) -> Vec<Self> {
         // The router is F32 and stays so: a rounded product could choose another expert.
-        match dtype {
-            Dtype::F32 => vec![Self::linear(dtype)],
-            _ => vec![Self::linear(dtype), Self::gemm(dtype)],
+        match form.dtype {
+            Dtype::F32 => vec![Self::linear(form)],
+            _ => vec![Self::linear(form), Self::gemm(form)],
         }
     }
 
@@ -106,7 +148,7 @@ impl Unit {
 
     /// The source with its headers.
     pub fn source(&self) -> Source<'_> {
-        Source { name: self.name, text: self.text, headers: &[PRELUDE, BLOCKS] }
+        Source { name: self.name, text: self.text, headers: &[PRELUDE, BLOCKS, MMA16] }
     }
 
     /// The compiler's options for an architecture.

@@ -4,11 +4,10 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Unit, architecture};
+use super::compile::{Form, Unit, architecture};
 use super::driver::{Cost, Kernel, Launch, Module, Stream};
 use super::{Buffer, Cache, CudaError, StepMemory, Weight};
 use crate::shape::{MlaShape, MoeShape};
-use formats::Dtype;
 use formats::config::{GroupScore, RopePairing, ScoringFunc};
 use std::ptr::from_mut;
 
@@ -66,9 +65,9 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    pub(super) fn new(stream: &Stream, dtype: Dtype) -> Result<Self, CudaError> {
+    pub(super) fn new(stream: &Stream, form: Form) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::linear(dtype).code(&architecture(device.capability()))?)?;
+        let module = Module::new(device, &Unit::linear(form).code(&architecture(device.capability()))?)?;
         let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self {
             matvec: [kernel("matvec1")?, kernel("matvec2")?, kernel("matvec4")?, kernel("matvec8")?],

@@ -4,12 +4,11 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Unit, architecture};
+use super::compile::{Form, Unit, architecture};
 use super::driver::{Cost, Kernel, Launch, Module, Stream};
 use super::kernels::{grid, int, launch};
 use super::{Buffer, CudaError, Weight};
 use crate::shape::MoeShape;
-use formats::Dtype;
 use std::ptr::from_mut;
 
 /// From this many tokens on products are made on tensor cores.
@@ -65,9 +64,9 @@ pub(super) struct Gemm {
 }
 
 impl Gemm {
-    pub(super) fn new(stream: &Stream, dtype: Dtype) -> Result<Self, CudaError> {
+    pub(super) fn new(stream: &Stream, form: Form) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::gemm(dtype).code(&architecture(device.capability()))?)?;
+        let module = Module::new(device, &Unit::gemm(form).code(&architecture(device.capability()))?)?;
         let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self { gemm: kernel("gemm")?, gemm_experts: kernel("gemm_experts")? })
     }

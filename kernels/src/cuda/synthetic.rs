@@ -4,10 +4,11 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Unit, architecture};
+use super::compile::{Form, Tiling, Unit, architecture};
 use super::driver::{Cost, Event, Kernel, Launch, Memory, Module};
 use super::{Cuda, CudaError, Weight};
 use crate::Error;
+use formats::layout::mma16;
 use formats::{Dtype, Shape, bytes_of};
 use std::ffi::c_void;
 use std::ptr::from_mut;
@@ -32,23 +33,28 @@ pub enum Values {
     Bias,
 }
 
-/// Where the scales of a type lie in its block, and how large its numbers are for a scale of 1: the first scale times
-/// `spread` is their deviation, and the second scale, times `offset` of the first, makes their mean 0.
+/// Where the scales of a block or tile lie, and how large its numbers are for a scale of 1: in `start..end` every `stride` bytes
+/// begin with a scale, whose product with `spread` is the numbers' deviation; a second one `second` bytes on, `offset` times the
+/// first, makes their mean 0.
 struct Scales {
-    first: i32,
+    start: i32,
+    end: i32,
+    stride: i32,
     second: i32,
     spread: f32,
     offset: f32,
 }
 
-fn scales(dtype: Dtype) -> Option<Scales> {
-    Some(match dtype {
-        Dtype::Q4_K => Scales { first: 0, second: 2, spread: 200.0, offset: 7.5 },
-        Dtype::Q5_K => Scales { first: 0, second: 2, spread: 400.0, offset: 15.5 },
-        Dtype::Q6_K => Scales { first: 208, second: -1, spread: 1400.0, offset: 0.0 },
-        Dtype::Q8_0 => Scales { first: 0, second: -1, spread: 74.0, offset: 0.0 },
+fn scales(form: Form) -> Option<Scales> {
+    let (in_rows, in_tiles, stride, second, spread, offset) = match form.dtype {
+        Dtype::Q4_K => ((0, 4), (2048, 2304), 16, 2, 200.0, 7.5),
+        Dtype::Q5_K => ((0, 4), (2560, 2816), 16, 2, 400.0, 15.5),
+        Dtype::Q6_K => ((208, 210), (3328, 3360), 2, -1, 1400.0, 0.0),
+        Dtype::Q8_0 => ((0, 2), (4096, 4352), 2, -1, 74.0, 0.0),
         _ => return None,
-    })
+    };
+    let (start, end) = if form.tiling == Tiling::Tiles { in_tiles } else { in_rows };
+    Some(Scales { start, end, stride, second, spread, offset })
 }
 
 impl Synthesis {
@@ -63,7 +69,7 @@ impl Synthesis {
         Ok(Self { fill_blocks: kernel("fill_blocks")?, fill_values: kernel("fill_values")?, seed: 0 })
     }
 
-    /// A weight of `dims`, as a checkpoint would have it.
+    /// A weight of `dims`, as a checkpoint would have it: in tiles where it has whole ones and `tiling` asks for them.
     ///
     /// # Errors
     /// [`Error::UnsupportedType`] for types other than F32, BF16, Q4_K, Q5_K, Q6_K and Q8_0; the device's refusal.
@@ -73,6 +79,7 @@ impl Synthesis {
         dtype: Dtype,
         dims: &[usize],
         values: Values,
+        tiling: Tiling,
     ) -> Result<Weight, Error> {
         self.seed += 1;
         let dims: Vec<u64> = dims.iter().map(|&d| d as u64).collect();
@@ -82,12 +89,16 @@ impl Synthesis {
         let memory =
             Arc::new(Memory::new(cuda.device(), usize::try_from(bytes).unwrap_or(usize::MAX), "a weight")?);
         let deviation = 0.6 / (shape.row_len().max(1) as f32).sqrt();
-        match scales(dtype) {
+        let tiling = if mma16::fits(dtype, &shape) { tiling } else { Tiling::Rows };
+        let form = Form { dtype, tiling };
+        let rows = if tiling == Tiling::Tiles { mma16::ROWS * mma16::COLUMNS / dtype.block_len() } else { 1 };
+        let block_bytes = dtype.block_bytes() * rows;
+        match scales(form) {
             Some(scales) => {
                 let first = deviation / scales.spread;
                 let bits = |value: f32| u32::from(half(value));
                 let second = bits(first * scales.offset);
-                let blocks = bytes / dtype.block_bytes() as u64;
+                let blocks = bytes / block_bytes as u64;
                 self.run(
                     cuda,
                     &self.fill_blocks,
@@ -95,8 +106,10 @@ impl Synthesis {
                     &mut [
                         from_mut(&mut { memory.address() }).cast(),
                         from_mut(&mut { blocks }).cast(),
-                        from_mut(&mut { i32::try_from(dtype.block_bytes()).unwrap_or(0) }).cast(),
-                        from_mut(&mut { scales.first }).cast(),
+                        from_mut(&mut { i32::try_from(block_bytes).unwrap_or(0) }).cast(),
+                        from_mut(&mut { scales.start }).cast(),
+                        from_mut(&mut { scales.end }).cast(),
+                        from_mut(&mut { scales.stride }).cast(),
                         from_mut(&mut { bits(first) }).cast(),
                         from_mut(&mut { scales.second }).cast(),
                         from_mut(&mut { second }).cast(),
@@ -126,8 +139,9 @@ impl Synthesis {
             }
             None => return Err(Error::UnsupportedType { dtype }),
         }
-        let weight = Weight::made(dtype, &shape, memory)?;
-        cuda.prepare(dtype)?;
+        let largest = if dims.len() == 1 { 1.2 } else { 0.0 };
+        let weight = Weight::made(form, &shape, largest, memory)?;
+        cuda.prepare(form)?;
         Ok(weight)
     }
 

@@ -1,6 +1,6 @@
 //! Weights on a device: views of an arena, or memory of their own.
 
-use super::compile::WEIGHT_TYPES;
+use super::compile::{Form, Tiling, WEIGHT_TYPES};
 use super::driver::{Cost, Memory, Stream};
 use crate::Error;
 use crate::shape::{dims, dims_of};
@@ -10,12 +10,14 @@ use std::sync::Arc;
 /// A weight in the checkpoint's own blocks. Where that type has no kernel it is BF16, and vectors are F32.
 #[derive(Debug)]
 pub struct Weight {
-    pub(super) dtype: Dtype,
+    pub(super) form: Form,
     pub(super) experts: usize,
     /// Rows of a matrix, of each one in a stack; 1 for a vector.
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) address: u64,
+    /// The largest magnitude of a vector; 0 of a matrix.
+    pub(super) largest: f32,
     /// What it lies in.
     _memory: Arc<Memory>,
 }
@@ -55,6 +57,7 @@ impl Weight {
         arena: &Arc<Memory>,
         offset: u64,
         view: &TensorView,
+        tiling: Tiling,
     ) -> Result<Self, Error> {
         let [experts, rows, cols] = dims_of(view)?;
         let address = arena.address() + offset;
@@ -63,13 +66,14 @@ impl Weight {
         assert!(offset + bytes <= arena.bytes() as u64, "a tensor beyond its arena");
         let aligned = address.is_multiple_of(alignment(view.dtype()));
         if storage(view.dtype(), is_vector) != Storage::Own || !aligned {
-            return Self::alone(stream, view);
+            return Self::alone(stream, view, tiling);
         }
-        Ok(Self { dtype: view.dtype(), experts, rows, cols, address, _memory: Arc::clone(arena) })
+        let (form, largest) = (Form { dtype: view.dtype(), tiling }, largest(view));
+        Ok(Self { form, experts, rows, cols, address, largest, _memory: Arc::clone(arena) })
     }
 
     /// Copies `view` into memory of its own, in a type with kernels.
-    pub(super) fn alone(stream: &Stream, view: &TensorView) -> Result<Self, Error> {
+    pub(super) fn alone(stream: &Stream, view: &TensorView, tiling: Tiling) -> Result<Self, Error> {
         let [experts, rows, cols] = dims_of(view)?;
         let (dtype, converted) = match storage(view.dtype(), view.shape().dims().len() == 1) {
             Storage::Own => (view.dtype(), None),
@@ -78,26 +82,37 @@ impl Weight {
         let bytes: &[u8] = converted.as_deref().unwrap_or(view.bytes());
         let memory = Arc::new(Memory::new(stream.device(), bytes.len(), "a weight")?);
         stream.write(&memory, 0, bytes);
-        Ok(Self { dtype, experts, rows, cols, address: memory.address(), _memory: memory })
+        let (form, address) = (Form { dtype, tiling }, memory.address());
+        Ok(Self { form, experts, rows, cols, address, largest: largest(view), _memory: memory })
     }
 
     /// A weight that was made on the device: `memory` holds it, in a type with kernels.
-    pub(super) fn made(dtype: Dtype, shape: &Shape, memory: Arc<Memory>) -> Result<Self, Error> {
+    pub(super) fn made(form: Form, shape: &Shape, largest: f32, memory: Arc<Memory>) -> Result<Self, Error> {
         let [experts, rows, cols] = dims(shape)?;
-        Ok(Self { dtype, experts, rows, cols, address: memory.address(), _memory: memory })
+        Ok(Self { form, experts, rows, cols, address: memory.address(), largest, _memory: memory })
     }
 
     /// What reading `rows` rows costs.
     pub(super) fn cost(&self, rows: usize) -> Cost {
-        let row = self.cols / self.dtype.block_len() * self.dtype.block_bytes();
-        Cost { bytes: (rows * row) as u64, weight: Some((self.dtype, self.rows, self.cols)) }
+        let row = self.cols / self.form.dtype.block_len() * self.form.dtype.block_bytes();
+        Cost { bytes: (rows * row) as u64, weight: Some((self.form.dtype, self.rows, self.cols)) }
     }
 
     /// A vector's values.
     pub(super) fn vector(&self) -> u64 {
-        assert!(self.dtype == Dtype::F32 && self.rows == 1, "a vector of F32");
+        assert!(self.form.dtype == Dtype::F32 && self.rows == 1, "a vector of F32");
         self.address
     }
+}
+
+/// The largest magnitude of a vector.
+fn largest(view: &TensorView) -> f32 {
+    let Some(decode) = quant::decoder(view.dtype()).filter(|_| view.shape().dims().len() == 1) else {
+        return 0.0;
+    };
+    let mut values = vec![0.0; view.shape().elements() as usize];
+    decode(view.bytes(), &mut values);
+    values.iter().fold(0.0, |largest, value| value.abs().max(largest))
 }
 
 /// All values as F32 or BF16, the latter rounded to nearest, ties to even.

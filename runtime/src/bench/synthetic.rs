@@ -8,7 +8,7 @@ use formats::config::{
 };
 use formats::{Dtype, ModelConfig};
 use kernels::cuda::synthetic::{Synthesis, Values};
-use kernels::cuda::{Cuda, Weight};
+use kernels::cuda::{Cuda, Tiling, Weight};
 use kernels::shape::{MlaShape, MoeShape};
 use kernels::{ExpertWeights, MlpWeights, MoeWeights};
 use std::str::FromStr;
@@ -92,7 +92,12 @@ pub(super) fn layer_count(model: SyntheticModel) -> usize {
 ///
 /// # Errors
 /// [`Error::Option`] when the model does not divide into so many ranks; the device's refusal.
-pub(super) fn weights(cuda: &Cuda, model: &ModelConfig, ranks: usize) -> Result<Weights<Weight>, Error> {
+pub(super) fn weights(
+    cuda: &Cuda,
+    model: &ModelConfig,
+    ranks: usize,
+    tiling: Tiling,
+) -> Result<Weights<Weight>, Error> {
     let share = |what: &str, n: usize, unit: usize| match n % (ranks * unit) {
         0 => Ok(n / ranks),
         _ => Err(Error::Option {
@@ -104,7 +109,7 @@ pub(super) fn weights(cuda: &Cuda, model: &ModelConfig, ranks: usize) -> Result<
     let a = &model.attention;
     let heads = share("heads", a.num_attention_heads, 1)?;
     let vocab = share("vocabulary rows", model.vocab_size, 1)?;
-    let mut make = Make { cuda, synthesis: Synthesis::new(cuda)? };
+    let mut make = Make { cuda, synthesis: Synthesis::new(cuda)?, tiling };
     let mut layers = Vec::with_capacity(model.layers.len());
     for (i, layer) in model.layers.iter().enumerate() {
         // The first and last eighths and every third between, as llama.cpp's Q4_K_M has it.
@@ -143,15 +148,16 @@ pub(super) fn weights(cuda: &Cuda, model: &ModelConfig, ranks: usize) -> Result<
 struct Make<'a> {
     cuda: &'a Cuda,
     synthesis: Synthesis,
+    tiling: Tiling,
 }
 
 impl Make<'_> {
     fn matrix(&mut self, dtype: Dtype, dims: &[usize]) -> Result<Weight, Error> {
-        Ok(self.synthesis.weight(self.cuda, dtype, dims, Values::Matrix)?)
+        Ok(self.synthesis.weight(self.cuda, dtype, dims, Values::Matrix, self.tiling)?)
     }
 
     fn norm(&mut self, width: usize) -> Result<Weight, Error> {
-        Ok(self.synthesis.weight(self.cuda, Dtype::F32, &[width], Values::Norm)?)
+        Ok(self.synthesis.weight(self.cuda, Dtype::F32, &[width], Values::Norm, Tiling::Rows)?)
     }
 
     fn mlp(&mut self, hidden: usize, width: usize, down: Dtype) -> Result<MlpWeights<Weight>, Error> {
@@ -216,6 +222,7 @@ impl Make<'_> {
                 Dtype::F32,
                 &[experts],
                 Values::Bias,
+                Tiling::Rows,
             )?),
             experts: ExpertWeights {
                 gate: self.matrix(Dtype::Q4_K, &[experts, width, hidden])?,

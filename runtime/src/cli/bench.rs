@@ -3,6 +3,7 @@
 use super::{DeviceArgs, Error, at_least_one, print};
 use clap::Args;
 use indicatif::ProgressBar;
+use kernels::cuda::Tiling;
 use runtime::bench::{BenchOptions, KernelRow, Report, Row, Subject, SyntheticModel, run};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -32,6 +33,9 @@ pub(super) struct Bench {
     /// Take only the first layers of the synthetic model
     #[arg(long, value_name = "N", requires = "synthetic", value_parser = at_least_one)]
     layers: Option<usize>,
+    /// Layout of the synthetic model's weights: mma16 or ggml
+    #[arg(long, value_name = "LAYOUT", requires = "synthetic", default_value = "mma16", value_parser = tiling)]
+    layout: Tiling,
     /// Sequences of a decoding step
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = batch, default_values_t = BenchOptions::default().batches)]
     batch: Vec<usize>,
@@ -63,6 +67,14 @@ fn length(text: &str) -> Result<usize, String> {
     }
 }
 
+fn tiling(text: &str) -> Result<Tiling, String> {
+    match text {
+        "mma16" => Ok(Tiling::Tiles),
+        "ggml" => Ok(Tiling::Rows),
+        _ => Err("expected mma16 or ggml".to_owned()),
+    }
+}
+
 fn batch(text: &str) -> Result<usize, String> {
     at_least_one(text).and_then(|n| if n <= 1024 { Ok(n) } else { Err("expected at most 1024".to_owned()) })
 }
@@ -85,7 +97,9 @@ impl Bench {
         };
         let subject = match (&self.dir, self.synthetic) {
             (Some(dir), _) => Subject::Checkpoint(dir),
-            (None, Some(model)) => Subject::Synthetic { model, ranks: self.rank_of, layers: self.layers },
+            (None, Some(model)) => {
+                Subject::Synthetic { model, ranks: self.rank_of, layers: self.layers, tiling: self.layout }
+            }
             (None, None) => return Err(Error::Usage("a folder or --synthetic is missing".to_owned())),
         };
         let spinner = ProgressBar::new_spinner();
