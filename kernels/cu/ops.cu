@@ -59,6 +59,8 @@ mla_store(const float *kv, const float *kv_norm, const float *inv_freq, float *q
           const int *slots, int heads, int nope, int rope, int latent, float eps, float scaling, int interleaved) {
     extern __shared__ float angles[];
     __shared__ float scratch[32];
+    wait_for_previous();
+    start_next();
     int t = blockIdx.x, pairs = rope / 2, width = latent + rope;
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
         // The angle is an f32 product, as in HF transformers.

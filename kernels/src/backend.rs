@@ -63,6 +63,14 @@ pub trait Backend: Sized {
     /// The device's refusal.
     fn reserve(&mut self, limits: StepLimits) -> Result<(), Error>;
 
+    /// Makes what attention of this shape needs.
+    ///
+    /// # Errors
+    /// The device's refusal.
+    fn prepare_attention(&mut self, _shape: &MlaShape) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Takes over what the operations that follow work on, and says how many rows they are to be given: a backend may add
     /// some, whose results have no meaning.
     fn begin_step(&mut self, step: &Step) -> StepRows;
@@ -136,6 +144,20 @@ pub trait Backend: Sized {
         }
     }
 
+    /// `out = w rms_norm(x)`; `scratch` is a buffer of the width of `x`.
+    fn rms_norm_matmul(
+        &mut self,
+        x: &Self::Buffer,
+        rows: usize,
+        (norm, eps): (&Self::Weight, f32),
+        w: &Self::Weight,
+        scratch: &mut Self::Buffer,
+        out: &mut Self::Buffer,
+    ) {
+        self.rms_norm(x, rows, norm, eps, scratch);
+        self.matmul(w, scratch, rows, out);
+    }
+
     /// `gate = silu(gate) * up` over `rows` rows of `width`.
     fn swiglu(&mut self, gate: &mut Self::Buffer, up: &Self::Buffer, rows: usize, width: usize);
 
@@ -206,15 +228,7 @@ pub trait Backend: Sized {
         buffers: &mut MoeBuffers<Self::Buffer>,
         out: &mut Self::Buffer,
     ) {
-        let MoeWeights { shape, gate, e_score_correction_bias, experts, shared } = weights;
-        let MoeBuffers { router_logits, choice, gate: shared_gate, up, shared: shared_out } = buffers;
-        self.matmul(gate, x, rows, router_logits);
-        self.route(shape, router_logits, e_score_correction_bias.as_ref(), rows, choice);
-        self.experts(shape, experts, x, choice, rows, out);
-        if let Some(shared) = shared {
-            self.mlp(shared, x, rows, [shared_gate, up], shared_out);
-            self.add(out, shared_out, rows, shape.hidden);
-        }
+        moe_in_parts(self, weights, x, rows, buffers, out);
     }
 
     /// `out = down(silu(gate x) * up x)`, this rank's part; `scratch` are two buffers of the width.
@@ -234,6 +248,26 @@ pub trait Backend: Sized {
 
     /// `out[i] = x[r]` for the i-th of the step's rows that need logits, rows of `width`.
     fn gather_logit_rows(&mut self, x: &Self::Buffer, width: usize, out: &mut Self::Buffer);
+}
+
+/// [`Backend::moe`] as the operations that it consists of, one after the other.
+pub(crate) fn moe_in_parts<B: Backend>(
+    b: &mut B,
+    weights: &MoeWeights<B::Weight>,
+    x: &B::Buffer,
+    rows: usize,
+    buffers: &mut MoeBuffers<B::Buffer>,
+    out: &mut B::Buffer,
+) {
+    let MoeWeights { shape, gate, e_score_correction_bias, experts, shared } = weights;
+    let MoeBuffers { router_logits, choice, gate: shared_gate, up, shared: shared_out } = buffers;
+    b.matmul(gate, x, rows, router_logits);
+    b.route(shape, router_logits, e_score_correction_bias.as_ref(), rows, choice);
+    b.experts(shape, experts, x, choice, rows, out);
+    if let Some(shared) = shared {
+        b.mlp(shared, x, rows, [shared_gate, up], shared_out);
+        b.add(out, shared_out, rows, shape.hidden);
+    }
 }
 
 /// Sizes that steps keep to.

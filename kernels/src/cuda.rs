@@ -7,7 +7,10 @@
 //! Up to 16 tokens are multiplied with f32 activations as they are; more go through tensor cores, where weights and activations
 //! are rounded to f16 (the router's stay f32).
 
+mod attention;
+mod backend;
 pub mod compile;
+mod decode;
 pub mod driver;
 mod error;
 mod kernels;
@@ -22,18 +25,19 @@ pub use compile::Tiling;
 pub use error::CudaError;
 pub use weight::Weight;
 
-use crate::shape::{MlaShape, MoeShape};
-use crate::step::{BLOCK_TOKENS, Step};
-use crate::{Backend, Error, ExpertWeights, MlpWeights, Pass, StepLimits, StepRows};
+use crate::shape::MoeShape;
+use crate::step::Step;
+use crate::{Error, ExpertWeights};
+use attention::{Attention, Pieces};
 use compile::Form;
+use decode::{Decode, Prepared};
 use driver::{Device, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
 use kernels::{Linear, Ops};
 use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use step::{BUCKETS, StepMemory};
-use weight::{Storage, bf16, storage};
+use weight::{Storage, storage};
 
 /// Types in both tilings.
 const FORMS: usize = 2 * compile::WEIGHT_TYPES.len();
@@ -51,6 +55,13 @@ pub struct Cuda {
     gemm: [OnceLock<Gemm>; FORMS],
     rows: RowKernels,
     step: StepMemory,
+    /// For up to sixteen tokens and matrices in tiles; where there are such matrices.
+    decode: OnceLock<Option<Decode>>,
+    prepared: Prepared,
+    /// By their widths.
+    attention: Vec<Attention>,
+    /// The step that is being computed.
+    own_step: Step,
     scratch: Scratch,
     /// Rotary tables by their values.
     rotary: Vec<(Vec<f32>, Buffer)>,
@@ -71,6 +82,11 @@ struct Scratch {
     /// A product's input, for many tokens.
     halves: Halves,
     groups: Groups,
+    /// `[T, hidden]`: changes places with the residual stream at every sum.
+    residual: Buffer,
+    pieces: Pieces,
+    /// What was outgrown: work that is under way or recorded may still lead there.
+    outgrown: Vec<Buffer>,
 }
 
 /// What is known of the steps of one size.
@@ -152,6 +168,10 @@ impl Cuda {
             linear: [const { OnceLock::new() }; FORMS],
             gemm: [const { OnceLock::new() }; FORMS],
             rows: RowKernels::new(&stream)?,
+            decode: OnceLock::new(),
+            prepared: Prepared { tokens: buffer()?, sums: buffer()?, inverse: buffer()?, of: None },
+            attention: Vec::new(),
+            own_step: Step::default(),
             step: StepMemory::new(device)?,
             scratch: Scratch {
                 queries: buffer()?,
@@ -159,6 +179,16 @@ impl Cuda {
                 visits: [buffer()?, buffer()?],
                 halves: Halves { values: buffer()?, scales: buffer()? },
                 groups: Groups { order: buffer()?, tiles: buffer()?, sums: buffer()? },
+                residual: buffer()?,
+                pieces: Pieces {
+                    absorbed: buffer()?,
+                    part: buffer()?,
+                    softmax: buffer()?,
+                    keys: buffer()?,
+                    values: buffer()?,
+                    state: buffer()?,
+                },
+                outgrown: Vec::new(),
             },
             rotary: Vec::new(),
             recordings: Default::default(),
@@ -183,8 +213,12 @@ impl Cuda {
         let mut forms: Vec<Form> = matrices.iter().map(form).collect();
         forms.sort_unstable();
         forms.dedup();
-        let units: Vec<_> = forms.into_iter().flat_map(compile::Unit::of_weights).collect();
-        compile::Unit::prepare(&units, &compile::architecture(device.capability()));
+        let mut units: Vec<_> = forms.into_iter().flat_map(compile::Unit::of_weights).collect();
+        let architecture = compile::architecture(device.capability());
+        if matrices.iter().any(|(_, tiling)| *tiling == Tiling::Tiles) && device.capability() >= (9, 0) {
+            units.push(compile::Unit::decode(&architecture));
+        }
+        compile::Unit::prepare(&units, &architecture);
     }
 
     /// Takes a weight that lies at `offset` of `arena`. Where its type has no kernel, `view` is converted and copied.
@@ -224,6 +258,9 @@ impl Cuda {
     /// Compiles what the products of a type need.
     pub(crate) fn prepare(&self, form: Form) -> Result<(), CudaError> {
         let (linear, gemm) = (&self.linear[form.index()], &self.gemm[form.index()]);
+        if form.tiling == Tiling::Tiles && self.decode.get().is_none() {
+            let _ = self.decode.set(Decode::new(self.stream.device(), &self.stream)?);
+        }
         if linear.get().is_none() {
             // Another thread of the same rank would have made the same.
             let _ = linear.set(Linear::new(&self.stream, form)?);
@@ -302,15 +339,76 @@ impl Cuda {
     }
 
     /// Makes a piece of working memory larger where it has to be. A refusal is recorded, and `false`.
+    ///
+    /// Nothing is given back: that would wait for the device, which may wait for another rank.
     fn grow(&mut self, which: impl Fn(&mut Scratch) -> &mut Buffer, len: usize) -> bool {
         if which(&mut self.scratch).len >= len {
             return true;
         }
-        let made = Buffer::new(self.stream.device(), len.next_power_of_two(), "working memory");
+        let made = Buffer::new(self.stream.device(), len, "working memory");
         let Some(buffer) = self.stream.record(made) else { return false };
-        *which(&mut self.scratch) = buffer;
-        self.forget_recordings();
+        let old = std::mem::replace(which(&mut self.scratch), buffer);
+        self.scratch.outgrown.push(old);
         true
+    }
+
+    /// The same for what norms leave for products.
+    fn grow_prepared(&mut self, width: usize) -> bool {
+        let sizes = [decode::MOST * width / 2, decode::MOST * width / 16, decode::MOST];
+        let Prepared { tokens, sums, inverse, of } = &mut self.prepared;
+        for (buffer, len) in [tokens, sums, inverse].into_iter().zip(sizes) {
+            if buffer.len >= len {
+                continue;
+            }
+            let made = Buffer::new(self.stream.device(), len, "working memory");
+            let Some(new) = self.stream.record(made) else { return false };
+            self.scratch.outgrown.push(std::mem::replace(buffer, new));
+            *of = None;
+        }
+        true
+    }
+
+    /// The kernels for few tokens, where some matrix is in tiles.
+    fn few(&self, rows: usize) -> Option<&Decode> {
+        self.decode.get().and_then(Option::as_ref).filter(|_| (1..=decode::MOST).contains(&rows))
+    }
+
+    /// `x += y` where there is a `y`, then the norm of `x` in `out` and as products of few tokens want it. `false`, and nothing
+    /// done, where there are no such products.
+    fn norm_for_products(
+        &mut self,
+        x: &Buffer,
+        y: Option<&Buffer>,
+        rows: usize,
+        weight: &Weight,
+        eps: f32,
+        out: &Buffer,
+    ) -> bool {
+        self.prepared.of = None;
+        let scale = self.few(rows).and_then(|_| Decode::norm_scale(weight));
+        // With a sum it is to take the place of `x`, which may be longer.
+        let len = if y.is_some() { x.len } else { rows * weight.cols };
+        let Some(scale) = scale.filter(|_| self.grow_prepared(weight.cols)) else { return false };
+        if !self.grow(|scratch| &mut scratch.residual, len) {
+            return false;
+        }
+        let Some(decode) = self.few(rows) else { return false };
+        let to = &self.scratch.residual;
+        decode.add_norm(&self.stream, [x, to, out], y, rows, (weight, eps, scale), &self.prepared);
+        self.prepared.of = Some((out.address(), rows, weight.cols));
+        true
+    }
+
+    /// Products of few tokens with matrices in tiles; `false`, and nothing done, where they are none.
+    fn few_products(
+        &self,
+        w: &[&Weight],
+        x: &Buffer,
+        rows: usize,
+        out: &[&Buffer],
+        norm: Option<(&Weight, f32)>,
+    ) -> bool {
+        self.few(rows).is_some_and(|d| d.products(&self.stream, w, x, rows, out, norm, &self.prepared))
     }
 
     /// The rotary table on the device.
@@ -323,259 +421,6 @@ impl Cuda {
         self.stream.write(&buffer.memory, 0, &bytes_of(values));
         self.rotary.push((values.to_vec(), buffer));
         Some(self.rotary.len() - 1)
-    }
-}
-
-impl Backend for Cuda {
-    type Weight = Weight;
-    type Buffer = Buffer;
-    type Cache = Cache;
-
-    fn weight(&self, view: TensorView) -> Result<Weight, Error> {
-        self.tiled_weight(&view, Tiling::Rows)
-    }
-
-    fn keeps(&self, dtype: Dtype) -> bool {
-        storage(dtype, false) == Storage::Own
-    }
-
-    fn zeros(&self, len: usize) -> Result<Buffer, Error> {
-        let buffer = Buffer::new(self.stream.device(), len, "activations")?;
-        self.stream.zero(&buffer.memory);
-        Ok(buffer)
-    }
-
-    fn cache(&mut self, slots: usize, width: usize) -> Result<Cache, Error> {
-        let all = slots + BLOCK_TOKENS;
-        let memory = Memory::new(self.stream.device(), all * width * 2, "the latent cache")?;
-        self.stream.zero(&memory);
-        if slots.is_multiple_of(BLOCK_TOKENS) {
-            self.step.spare(slots / BLOCK_TOKENS);
-        }
-        Ok(Cache { memory, slots: all, width })
-    }
-
-    fn write(&mut self, buffer: &mut Buffer, values: &[f32]) {
-        buffer.holds(values.len());
-        self.stream.write(&buffer.memory, 0, &bytes_of(values));
-    }
-
-    fn read(&mut self, buffer: &Buffer, range: Range<usize>, values: &mut [f32]) {
-        buffer.holds(range.end);
-        assert_eq!(range.len(), values.len(), "room for the values");
-        let mut bytes = vec![0; values.len() * 4];
-        self.stream.read(&buffer.memory, range.start * 4, &mut bytes);
-        for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
-            *value = f32::from_ne_bytes(*bytes);
-        }
-    }
-
-    fn write_cache(&mut self, cache: &mut Cache, values: &[f32]) {
-        let bytes: Vec<u8> = values.iter().flat_map(|&value| bf16(value).to_ne_bytes()).collect();
-        self.stream.write(&cache.memory, 0, &bytes);
-    }
-
-    fn read_cache(&mut self, cache: &Cache, values: &mut [f32]) {
-        let mut bytes = vec![0; values.len() * 2];
-        self.stream.read(&cache.memory, 0, &mut bytes);
-        for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
-            *value = f32::from_bits(u32::from(u16::from_ne_bytes(*bytes)) << 16);
-        }
-    }
-
-    fn reserve(&mut self, limits: StepLimits) -> Result<(), Error> {
-        if limits.max_rows > MOST_ROWS {
-            return Err(Error::StepRows { most: MOST_ROWS, found: limits.max_rows });
-        }
-        if self.step.limit(limits)? {
-            self.forget_recordings();
-        }
-        Ok(())
-    }
-
-    fn begin_step(&mut self, step: &Step) -> StepRows {
-        let begun = self.step.begin(step, &self.stream);
-        if self.stream.record(begun) == Some(true) {
-            self.forget_recordings();
-        }
-        self.step.rows()
-    }
-
-    fn begin_pass(&mut self, repeatable: bool) -> Pass {
-        let repeatable = repeatable && !self.stream.is_tracing();
-        let Some(bucket) = self.step.bucket().filter(|_| repeatable) else { return Pass::Run };
-        match &mut self.recordings[bucket] {
-            Recording::Made(graph) => {
-                self.stream.run(graph);
-                return Pass::Done;
-            }
-            Recording::Warm => {
-                let begun = self.stream.begin_capture();
-                self.recording = self.stream.record(begun).map(|()| bucket);
-            }
-            cold @ Recording::Cold => *cold = Recording::Warm,
-        }
-        Pass::Run
-    }
-
-    fn end_pass(&mut self) {
-        let Some(bucket) = self.recording.take() else { return };
-        let ended = self.stream.end_capture();
-        if let Some(graph) = self.stream.record(ended) {
-            self.stream.run(&graph);
-            self.recordings[bucket] = Recording::Made(graph);
-        }
-    }
-
-    fn finish(&mut self) -> Result<(), Error> {
-        Ok(self.stream.finish()?)
-    }
-
-    fn embed(&mut self, table: &Weight, first_row: usize, out: &mut Buffer) {
-        self.linear(table).embed(&self.stream, table, &self.step, first_row, out);
-    }
-
-    fn rms_norm(&mut self, x: &Buffer, rows: usize, weight: &Weight, eps: f32, out: &mut Buffer) {
-        self.ops.rms_norm(&self.stream, x, rows, weight, eps, out);
-    }
-
-    fn add_rms_norm(
-        &mut self,
-        x: &mut Buffer,
-        y: &Buffer,
-        rows: usize,
-        width: usize,
-        weight: &Weight,
-        eps: f32,
-        out: &mut Buffer,
-    ) {
-        assert_eq!(width, weight.cols, "width of the norm");
-        self.ops.add_rms_norm(&self.stream, x, y, rows, weight, eps, out);
-    }
-
-    fn add(&mut self, x: &mut Buffer, y: &Buffer, rows: usize, width: usize) {
-        self.ops.add(&self.stream, x, y, rows * width);
-    }
-
-    fn matmul(&mut self, w: &Weight, x: &Buffer, rows: usize, out: &mut Buffer) {
-        if self.gemm(w, rows).is_some() {
-            return self.products(&[w], x, rows, &mut [out]);
-        }
-        self.linear(w).matmul(&self.stream, w, x, rows, out);
-    }
-
-    fn matmul_pair(&mut self, w: [&Weight; 2], x: &Buffer, rows: usize, out: [&mut Buffer; 2]) {
-        if w.iter().all(|w| self.gemm(w, rows).is_some()) {
-            let [first, second] = out;
-            return self.products(&w, x, rows, &mut [first, second]);
-        }
-        for (w, out) in w.into_iter().zip(out) {
-            self.matmul(w, x, rows, out);
-        }
-    }
-
-    fn mlp(
-        &mut self,
-        mlp: &MlpWeights<Weight>,
-        x: &Buffer,
-        rows: usize,
-        scratch: [&mut Buffer; 2],
-        out: &mut Buffer,
-    ) {
-        let [gate, up] = scratch;
-        self.matmul_pair([&mlp.gate_proj, &mlp.up_proj], x, rows, [gate, up]);
-        if self.gemm(&mlp.down_proj, rows).is_none() {
-            self.swiglu(gate, up, rows, mlp.width);
-            return self.matmul(&mlp.down_proj, gate, rows, out);
-        }
-        if self.grow_halves(rows, mlp.width) {
-            let halves = &self.scratch.halves;
-            self.rows.swiglu_to_half(&self.stream, [gate, up], rows, mlp.width, halves);
-            if let Some(gemm) = self.gemm(&mlp.down_proj, rows) {
-                gemm.product(&self.stream, &mlp.down_proj, halves, rows, out);
-            }
-        }
-    }
-
-    fn swiglu(&mut self, gate: &mut Buffer, up: &Buffer, rows: usize, width: usize) {
-        self.ops.swiglu(&self.stream, gate, up, rows * width);
-    }
-
-    fn mla_store(
-        &mut self,
-        shape: &MlaShape,
-        kv: &Buffer,
-        kv_norm: &Weight,
-        q: &mut Buffer,
-        cache: &mut Cache,
-    ) {
-        let Some(table) = self.inv_freq(&shape.rotary.inv_freq) else { return };
-        let inv_freq = &self.rotary[table].1;
-        self.ops.mla_store(&self.stream, shape, &self.step, inv_freq, kv, kv_norm, q, cache);
-    }
-
-    fn mla_attention(
-        &mut self,
-        shape: &MlaShape,
-        q: &Buffer,
-        kv_b: &Weight,
-        cache: &Cache,
-        out: &mut Buffer,
-    ) {
-        assert_eq!([kv_b.rows, kv_b.cols], [shape.kv_b_rows(), shape.kv_lora], "kv_b_proj's shape");
-        let rows = self.step.rows().rows;
-        let heads = rows * shape.heads;
-        if !self.grow(|scratch| &mut scratch.queries, heads * shape.cache_width())
-            || !self.grow(|scratch| &mut scratch.latents, heads * shape.kv_lora)
-        {
-            return;
-        }
-        let Scratch { queries, latents, .. } = &self.scratch;
-        let linear = self.linear(kv_b);
-        linear.absorb(&self.stream, shape, kv_b, q, rows, queries);
-        self.ops.attend(&self.stream, shape, &self.step, queries, cache, latents);
-        linear.project(&self.stream, shape, kv_b, latents, rows, out);
-    }
-
-    fn route(
-        &mut self,
-        shape: &MoeShape,
-        logits: &Buffer,
-        bias: Option<&Weight>,
-        rows: usize,
-        choice: &mut Buffer,
-    ) {
-        self.ops.route(&self.stream, shape, logits, bias, rows, choice);
-    }
-
-    fn experts(
-        &mut self,
-        shape: &MoeShape,
-        experts: &ExpertWeights<Weight>,
-        x: &Buffer,
-        choice: &Buffer,
-        rows: usize,
-        out: &mut Buffer,
-    ) {
-        let visits = rows * shape.num_experts_per_tok * shape.intermediate;
-        if !self.grow(|scratch| &mut scratch.visits[0], visits)
-            || !self.grow(|scratch| &mut scratch.visits[1], visits)
-        {
-            return;
-        }
-        let ExpertWeights { gate, up, down } = experts;
-        if [gate, up, down].iter().all(|w| self.gemm(w, rows).is_some()) {
-            return self.experts_of_many(shape, experts, [x, choice, out], rows);
-        }
-        let (stream, [inner, other]) = (&self.stream, &self.scratch.visits);
-        self.linear(gate).expert_in(stream, shape, gate, [x, choice, inner], rows);
-        self.linear(up).expert_in(stream, shape, up, [x, choice, other], rows);
-        self.ops.swiglu(stream, inner, other, visits);
-        self.linear(down).expert_out(stream, shape, down, [inner, choice, out], rows);
-    }
-
-    fn gather_logit_rows(&mut self, x: &Buffer, width: usize, out: &mut Buffer) {
-        self.ops.gather(&self.stream, x, &self.step, width, out);
     }
 }
 

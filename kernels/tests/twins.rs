@@ -6,10 +6,8 @@
 mod support;
 
 use formats::config::RopePairing;
-use formats::layout::mma16;
 use formats::{Dtype, TensorView};
 use kernels::cpu::Cpu;
-use kernels::cuda::Tiling;
 use kernels::reference::Reference;
 use kernels::shape::{MlaShape, MoeShape};
 use kernels::step::{BLOCK_TOKENS, LogitRows, MlaForm, Step};
@@ -17,13 +15,8 @@ use kernels::{Backend, Error, ExpertWeights, MlpWeights, MoeBuffers, MoeWeights}
 use std::ops::Range;
 use support::*;
 
-/// What rounding to BF16 adds to a bound, in roundings of an f32.
+/// What rounding to BF16 adds to a bound, in roundings of an f32: a cache's values, or a GPU's attention weights.
 const BF16_TERMS: usize = 1 << 15;
-
-/// Tokens from which on a GPU rounds the factors of products to f16, and what that adds to a bound: 2^-11 of the terms, whose
-/// errors have either sign.
-const MANY: usize = 17;
-const HALF_TERMS: usize = 1 << 11;
 
 /// `[rows, out]`
 fn matmul<B: Backend>(b: &mut B, w: &TensorView, x: &[f32], rows: usize) -> Vec<f32> {
@@ -91,58 +84,6 @@ fn matmul_of_more_rows_than_one_pass_takes() {
         check_matmul(&mut random, dtype, [257, cols[1], 129]);
     }
     check_matmul(&mut Random(3), Dtype::F32, [16, 22, 513]);
-}
-
-/// Matrices in tiles, on a GPU: what they are in rows, bit for bit, and in an embedding.
-#[test]
-fn tiles_are_what_their_rows_are() {
-    let Some(mut gpu) = cuda() else { return };
-    let b = &mut *gpu;
-    let mut random = Random(23);
-    for dtype in dtypes().into_iter().filter(|&dtype| mma16::tile_bytes(dtype).is_some()) {
-        for [rows, cols] in [[16, 256], [48, 768], [144, 512]] {
-            let view = random.weight(dtype, &[rows, cols]);
-            let [in_rows, in_tiles] =
-                [b.weight(view.clone()).unwrap(), b.tiled_weight(&tiled(&view), Tiling::Tiles).unwrap()];
-            for tokens in [1, 3, 16, 40] {
-                let x = random.values(tokens * cols);
-                let x = fenced(b, &x);
-                let mut product = |w| {
-                    let mut out = poisoned(b, tokens * rows);
-                    b.matmul(w, &x, tokens, &mut out);
-                    written(b, &out, tokens * rows)
-                };
-                let (found, expected) = (product(&in_tiles), product(&in_rows));
-                let what = format!("{dtype} [{rows}, {cols}] x {tokens}");
-                // Few tokens may meet tensor cores in one of the two.
-                close(&what, &found, &expected, cols + HALF_TERMS, |_| 4.0 * (cols as f32).sqrt());
-            }
-            let mut step = Step::default();
-            step.push(&[0, 9, rows as u32 - 1], 0, &[0], LogitRows::None);
-            b.begin_step(&step);
-            let [found, expected] = [&in_tiles, &in_rows].map(|w| {
-                let mut out = poisoned(b, 3 * cols);
-                b.embed(w, 0, &mut out);
-                written(b, &out, 3 * cols)
-            });
-            same_bits(&format!("{dtype} embedding"), &found, &expected);
-        }
-    }
-}
-
-/// The same bytes in layout `mma16.v1`.
-fn tiled(view: &TensorView) -> TensorView {
-    let dims: Vec<usize> = view.shape().dims().iter().map(|&d| d as usize).collect();
-    let row = view.row_bytes();
-    let of_tile = mma16::tile_bytes(view.dtype()).unwrap() / mma16::ROWS;
-    let mut bytes = vec![0; view.bytes().len()];
-    for (strip, out) in view.bytes().chunks(16 * row).zip(bytes.chunks_mut(16 * row)) {
-        for (i, tile) in out.chunks_mut(16 * of_tile).enumerate() {
-            let rows = std::array::from_fn(|r| &strip[r * row + i * of_tile..][..of_tile]);
-            mma16::arrange(view.dtype(), &rows, tile);
-        }
-    }
-    support::view(view.dtype(), &dims, bytes)
 }
 
 #[test]
@@ -389,6 +330,7 @@ impl MlaCase {
     }
 
     fn attend_step<B: Backend>(&self, b: &mut B, [q, values]: [&[f32]; 2], step: &Step) -> Vec<f32> {
+        b.prepare_attention(&self.shape).unwrap();
         b.begin_step(step);
         let width = self.shape.cache_width();
         let mut cache = b.cache(values.len() / width, width).unwrap();
@@ -470,7 +412,8 @@ fn attention_in_both_forms_and_mixed() {
             for (form_name, form) in forms {
                 let found = case.attend(b, inputs, form);
                 let what = format!("{form_name}, {what}");
-                close(&what, &found, &out, case.terms(), |_| largest(&out));
+                let rounding = if name == "cuda" { 2 * BF16_TERMS } else { 0 };
+                close(&what, &found, &out, rounding + case.terms(), |_| largest(&out));
             }
         });
     }
@@ -484,7 +427,8 @@ fn a_row_attends_the_same_alone_and_in_a_batch() {
                 let [q, cache] = case.store(b);
                 let out = case.attend(b, [&q, &cache], |_| form);
                 for sequence in &case.sequences {
-                    for row in sequence.rows.clone() {
+                    let many = name == "cuda" && sequence.rows.len() >= MANY;
+                    for row in sequence.rows.clone().filter(|_| !many) {
                         let mut step = Step::default();
                         let cached = sequence.cached + (row - sequence.rows.start);
                         step.push_as(form, &[0], cached, &sequence.blocks, LogitRows::None);
@@ -521,20 +465,6 @@ fn rotary_pairs_by_hand() {
             let terms = if name == "cuda" { BF16_TERMS } else { 4 };
             check(&name, case.store(b), terms);
         });
-    }
-}
-
-/// Three stacks of random blocks for the local experts.
-fn expert_weights(
-    random: &mut Random,
-    shape: &MoeShape,
-    [up, down]: [Dtype; 2],
-) -> ExpertWeights<TensorView> {
-    let (e, i, h) = (shape.local_experts.len(), shape.intermediate, shape.hidden);
-    ExpertWeights {
-        gate: random.weight(up, &[e, i, h]),
-        up: random.weight(up, &[e, i, h]),
-        down: random.weight(down, &[e, h, i]),
     }
 }
 

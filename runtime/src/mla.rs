@@ -19,8 +19,7 @@ pub(crate) fn attention<B: Backend>(
         QueryWeights::LowRank { q_a_proj, q_a_layernorm, q_b_proj } => {
             let [q_a, normed] = &mut f.q_a;
             b.matmul_pair([q_a_proj, &w.kv_a_proj_with_mqa], &f.h, rows, [q_a, &mut f.kv]);
-            b.rms_norm(q_a, rows, q_a_layernorm, w.shape.eps, normed);
-            b.matmul(q_b_proj, normed, rows, &mut f.q);
+            b.rms_norm_matmul(q_a, rows, (q_a_layernorm, w.shape.eps), q_b_proj, normed, &mut f.q);
         }
     }
     b.mla_store(&w.shape, &f.kv, &w.kv_a_layernorm, &mut f.q, cache);

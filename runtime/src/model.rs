@@ -76,6 +76,7 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
         let caches = weights.layers.iter().map(|_| backend.cache(slots, width)).collect::<Result<_, _>>()?;
         let buffers = Buffers::new(&backend, &weights, config, limits)?;
         backend.reserve(limits)?;
+        weights.layers.iter().try_for_each(|layer| backend.prepare_attention(&layer.attention.shape))?;
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         Ok(Self { backend, communicator, weights, caches, buffers, hidden, eps })
     }

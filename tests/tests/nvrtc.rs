@@ -103,7 +103,7 @@ fn every_kernel_compiles_without_spills_and_fits_shared_memory() {
     let Some(nvrtc) = nvrtc() else { return };
     for architecture in ARCHITECTURES {
         let mut kernels = 0;
-        for unit in Unit::all() {
+        for unit in Unit::all(architecture) {
             let mut options = unit.options(architecture);
             options.push("--ptxas-options=-v".to_owned());
             let what = format!("{} {:?} for {architecture}", unit.name, unit.defines);
@@ -113,7 +113,11 @@ fn every_kernel_compiles_without_spills_and_fits_shared_memory() {
             let facts = facts(&log);
             assert!(!facts.is_empty(), "{what}: the compiler says nothing of its kernels: {log}");
             for Facts { kernel, spilled, static_shared } in &facts {
-                assert_eq!(*spilled, 0, "{what}: {kernel} spills registers");
+                let allowed = unit.spill_allowance(kernel);
+                assert!(
+                    *spilled <= allowed,
+                    "{what}: {kernel} spills {spilled} bytes of registers, {allowed} allowed"
+                );
                 let shared = static_shared + Unit::dynamic_shared_bytes(kernel);
                 assert!(shared <= SHARED_BYTES, "{what}: {kernel} takes {shared} bytes of shared memory");
             }

@@ -11,6 +11,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 const PRELUDE: (&str, &str) = ("prelude.cuh", include_str!("../../cu/prelude.cuh"));
 const BLOCKS: (&str, &str) = ("blocks.cuh", include_str!("../../cu/blocks.cuh"));
 const MMA16: (&str, &str) = ("mma16.cuh", include_str!("../../cu/mma16.cuh"));
+const DECODE: [(&str, &str); 4] = [
+    ("decode_tiles.cuh", include_str!("../../cu/decode_tiles.cuh")),
+    ("decode_tokens.cuh", include_str!("../../cu/decode_tokens.cuh")),
+    ("decode_products.cuh", include_str!("../../cu/decode_products.cuh")),
+    ("decode_experts.cuh", include_str!("../../cu/decode_experts.cuh")),
+];
 
 /// Weight types that products read in their own blocks.
 pub const WEIGHT_TYPES: [Dtype; 14] = [
@@ -115,15 +121,37 @@ impl Unit {
         Self { name: "gemm.cu", text: include_str!("../../cu/gemm.cu"), defines: form.defines() }
     }
 
+    /// Products and experts of one to sixteen tokens, in tiles. Blocks that share a multiprocessor's memory with nobody else's
+    /// are larger where there is more of it.
+    pub fn decode(architecture: &str) -> Self {
+        let sizes: &[&str] = if architecture.starts_with("sm_12") {
+            &["-DDEPTH=2", "-DTEAMS=1", "-DUP_WARPS=8", "-DDOWN_TEAMS=1"]
+        } else {
+            &["-DDEPTH=2", "-DTEAMS=2", "-DUP_WARPS=16", "-DDOWN_TEAMS=2"]
+        };
+        let defines = sizes.iter().map(|&size| size.to_owned()).collect();
+        Self { name: "decode.cu", text: include_str!("../../cu/decode.cu"), defines }
+    }
+
+    /// Latent attention for fixed widths.
+    pub fn attention([nope, rope, v, latent]: [usize; 4]) -> Self {
+        let defines = [("NOPE", nope), ("ROPE", rope), ("V", v), ("R", latent)];
+        let defines = defines.map(|(name, width)| format!("-DATT_{name}={width}")).into();
+        Self { name: "attention.cu", text: include_str!("../../cu/attention.cu"), defines }
+    }
+
     /// What those need around them.
     pub fn rows() -> Self {
         Self { name: "rows.cu", text: include_str!("../../cu/rows.cu"), defines: Vec::new() }
     }
 
     /// Every unit that there is.
-    pub fn all() -> Vec<Self> {
+    pub fn all(architecture: &str) -> Vec<Self> {
         let of_types = Form::all().into_iter().flat_map(Self::of_weights);
-        [Self::ops(), Self::rows(), Self::peer(), Self::synthetic()].into_iter().chain(of_types).collect()
+        // GLM-5's and DeepSeek-V3's widths, and small ones.
+        let attention = [[192, 64, 256, 512], [128, 64, 128, 512], [32, 16, 24, 64]].map(Self::attention);
+        let others = [Self::ops(), Self::rows(), Self::peer(), Self::synthetic(), Self::decode(architecture)];
+        others.into_iter().chain(attention).chain(of_types).collect()
     }
 
     /// The units that weights of a type need.
@@ -146,14 +174,29 @@ impl Unit {
         }
     }
 
+    /// Bytes of registers that a kernel may spill; all others must not. Those of decode.cu do so outside of their loops over tiles.
+    pub fn spill_allowance(&self, kernel: &str) -> u64 {
+        match (self.name, kernel) {
+            ("decode.cu", "add_norm_tokens") => 0,
+            ("decode.cu", _) => 256,
+            _ => 0,
+        }
+    }
+
     /// The source with its headers.
     pub fn source(&self) -> Source<'_> {
-        Source { name: self.name, text: self.text, headers: &[PRELUDE, BLOCKS, MMA16] }
+        let headers: &[_] = if self.name == "decode.cu" { &DECODE } else { &[PRELUDE, BLOCKS, MMA16] };
+        Source { name: self.name, text: self.text, headers }
     }
 
     /// The compiler's options for an architecture.
     pub fn options(&self, architecture: &str) -> Vec<String> {
-        let mut options = vec![format!("--gpu-architecture={architecture}"), "--std=c++17".to_owned()];
+        // Functions without a space are the device's.
+        let mut options = vec![
+            format!("--gpu-architecture={architecture}"),
+            "--std=c++17".to_owned(),
+            "-default-device".to_owned(),
+        ];
         options.extend(self.defines.iter().cloned());
         options
     }

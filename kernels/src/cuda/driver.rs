@@ -9,7 +9,7 @@ mod stream;
 
 pub use module::{Kernel, Module};
 pub use staging::Staging;
-pub use stream::{Cost, Event, Graph, Launch, Stream, Timing};
+pub use stream::{Cost, Event, Graph, Launch, Start, Stream, Timing};
 
 use super::CudaError;
 use cudarc::driver::sys;
@@ -29,6 +29,7 @@ pub struct Device {
     name: String,
     capability: (i32, i32),
     multiprocessors: usize,
+    shared_bytes: usize,
 }
 
 // SAFETY: the driver's handles may be used from any thread; each call binds the context to its thread first.
@@ -107,6 +108,7 @@ impl Device {
             return Err(CudaError::Capability { ordinal, name, capability, least: LEAST_CAPABILITY });
         }
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let mut context = MaybeUninit::uninit();
         // SAFETY: a pointer to a context handle, which is written on success.
         check(
@@ -121,6 +123,7 @@ impl Device {
             name,
             capability,
             multiprocessors: usize::try_from(multiprocessors).unwrap_or(1),
+            shared_bytes: usize::try_from(shared).unwrap_or(0),
         };
         device.bind()?;
         Ok(Arc::new(device))
@@ -144,6 +147,11 @@ impl Device {
     /// Streaming multiprocessors.
     pub fn multiprocessors(&self) -> usize {
         self.multiprocessors
+    }
+
+    /// The most shared memory of a block.
+    pub fn shared_bytes(&self) -> usize {
+        self.shared_bytes
     }
 
     /// Makes this the device of the calling thread.

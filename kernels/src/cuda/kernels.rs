@@ -5,7 +5,7 @@
 )]
 
 use super::compile::{Form, Unit, architecture};
-use super::driver::{Cost, Kernel, Launch, Module, Stream};
+use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
 use super::{Buffer, Cache, CudaError, StepMemory, Weight};
 use crate::shape::{MlaShape, MoeShape};
 use formats::config::{GroupScore, RopePairing, ScoringFunc};
@@ -37,6 +37,9 @@ macro_rules! launch {
         launch!($stream, $kernel, [$x, $y, $z], $threads, $shared, Cost::default(); $($argument),+)
     };
     ($stream:expr, $kernel:expr, [$x:expr, $y:expr, $z:expr], $threads:expr, $shared:expr, $cost:expr; $($argument:expr),+ $(,)?) => {
+        launch!($stream, $kernel, [$x, $y, $z], $threads, $shared, $cost, Start::InTurn; $($argument),+)
+    };
+    ($stream:expr, $kernel:expr, [$x:expr, $y:expr, $z:expr], $threads:expr, $shared:expr, $cost:expr, $start:expr; $($argument:expr),+ $(,)?) => {
         $stream.launch(
             &$kernel,
             Launch {
@@ -44,6 +47,7 @@ macro_rules! launch {
                 threads: grid($threads),
                 shared_bytes: grid($shared),
                 cost: $cost,
+                start: $start,
             },
             &mut [$(from_mut(&mut { $argument }).cast()),+],
         )
@@ -347,7 +351,7 @@ impl Ops {
         let interleaved = i32::from(shape.rotary.pairing == RopePairing::Interleaved);
         // SAFETY: the step's slots are inside the cache, which `fits` checked; sizes as checked above.
         unsafe {
-            launch!(stream, self.mla_store, [rows, 1, 1], THREADS, shape.rope * 4;
+            launch!(stream, self.mla_store, [rows, 1, 1], THREADS, shape.rope * 4, Cost::default(), early(stream);
                 kv.address(), kv_norm.vector(), inv_freq.address(), q.address(), cache.address(), step.positions(),
                 step.slots(), int(shape.heads), int(shape.nope), int(shape.rope), int(shape.kv_lora), shape.eps,
                 shape.rotary.attention_scaling, interleaved);
@@ -406,6 +410,11 @@ impl Ops {
 /// Experts that so many visits read at most.
 fn visited(w: &Weight, visits: usize) -> usize {
     visits.min(w.experts)
+}
+
+/// Kernels that wait themselves may start early where the GPU has that.
+pub(super) fn early(stream: &Stream) -> Start {
+    if stream.device().capability() >= (9, 0) { Start::Early } else { Start::InTurn }
 }
 
 /// Threads for a row of `width`, the same for any number of rows.

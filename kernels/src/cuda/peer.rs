@@ -5,7 +5,7 @@
 )]
 
 use super::compile::{Unit, architecture};
-use super::driver::{Cost, Device, Kernel, Launch, Memory, Module, Stream};
+use super::driver::{Cost, Device, Kernel, Launch, Memory, Module, Start, Stream};
 use super::{Buffer, CudaError};
 use std::ptr::from_mut;
 use std::sync::Arc;
@@ -86,8 +86,13 @@ impl PeerSum {
             let part = self.capacity.min(len - start);
             let grid = u32::try_from(part.div_ceil(CHUNK).min(BLOCKS)).expect("few blocks");
             let int = |n: usize| i32::try_from(n).expect("a sum's sizes are small");
-            let shape =
-                Launch { grid: [grid, 1, 1], threads: THREADS, shared_bytes: 0, cost: Cost::default() };
+            let shape = Launch {
+                grid: [grid, 1, 1],
+                threads: THREADS,
+                shared_bytes: 0,
+                cost: Cost::default(),
+                start: Start::InTurn,
+            };
             // SAFETY: the part lies in the buffer, which was checked; mailboxes have room for `capacity` values of every rank
             // twice and live as long as `self`, which outlives its stream's work.
             unsafe {

@@ -5,7 +5,7 @@
 )]
 
 use super::compile::{Form, Unit, architecture};
-use super::driver::{Cost, Kernel, Launch, Module, Stream};
+use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
 use super::kernels::{grid, int, launch};
 use super::{Buffer, CudaError, Weight};
 use crate::shape::MoeShape;

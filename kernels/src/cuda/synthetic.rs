@@ -5,7 +5,7 @@
 )]
 
 use super::compile::{Form, Tiling, Unit, architecture};
-use super::driver::{Cost, Event, Kernel, Launch, Memory, Module};
+use super::driver::{Cost, Event, Kernel, Launch, Memory, Module, Start};
 use super::{Cuda, CudaError, Weight};
 use crate::Error;
 use formats::layout::mma16;
@@ -147,7 +147,13 @@ impl Synthesis {
 
     fn run(&self, cuda: &Cuda, kernel: &Kernel, len: u64, arguments: &mut [*mut c_void]) {
         let blocks = u32::try_from(len.div_ceil(256).min(4096)).unwrap_or(4096);
-        let shape = Launch { grid: [blocks, 1, 1], threads: 256, shared_bytes: 0, cost: Cost::default() };
+        let shape = Launch {
+            grid: [blocks, 1, 1],
+            threads: 256,
+            shared_bytes: 0,
+            cost: Cost::default(),
+            start: Start::InTurn,
+        };
         // SAFETY: callers give the parameters of `kernel`, whose memory has the `len` halves or values that it fills.
         unsafe { cuda.stream().launch(kernel, shape, arguments) };
     }

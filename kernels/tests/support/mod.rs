@@ -5,7 +5,7 @@
 use bytes::Bytes;
 use formats::config::{GroupScore, RopeConfig, RopePairing, RouterConfig, ScoringFunc};
 use formats::{Dtype, Shape, TensorView, quant};
-use kernels::Backend;
+use kernels::{Backend, ExpertWeights};
 use kernels::cpu::{Cpu, Isa};
 use kernels::cuda::Cuda;
 use kernels::cuda::driver::Device;
@@ -248,5 +248,24 @@ pub fn moe_shape(hidden: usize, intermediate: usize, [experts, per_token]: [usiz
             norm_topk_floor: Some(1e-20),
             routed_scaling_factor: 2.5,
         },
+    }
+}
+
+/// Tokens from which on a GPU rounds the factors of products to f16, and what that adds to a bound: 2^-11 of the terms, whose
+/// errors have either sign.
+pub const MANY: usize = 17;
+pub const HALF_TERMS: usize = 1 << 11;
+
+/// Three stacks of random blocks for the local experts.
+pub fn expert_weights(
+    random: &mut Random,
+    shape: &MoeShape,
+    [up, down]: [Dtype; 2],
+) -> ExpertWeights<TensorView> {
+    let (e, i, h) = (shape.local_experts.len(), shape.intermediate, shape.hidden);
+    ExpertWeights {
+        gate: random.weight(up, &[e, i, h]),
+        up: random.weight(up, &[e, i, h]),
+        down: random.weight(down, &[e, h, i]),
     }
 }

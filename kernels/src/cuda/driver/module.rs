@@ -25,6 +25,7 @@ pub struct Kernel {
     module: Arc<Module>,
     pub(super) raw: sys::CUfunction,
     pub(super) name: &'static str,
+    room: usize,
 }
 
 // SAFETY: as for `Device`.
@@ -63,7 +64,40 @@ impl Module {
             // SAFETY: a live function.
             check(unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) }, name)?;
         }
-        Ok(Kernel { module: Arc::clone(self), raw, name })
+        Ok(Kernel { module: Arc::clone(self), raw, name, room: shared_bytes })
+    }
+
+    /// A kernel that may use all the shared memory that its own leaves of a block's.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn kernel_with_all_shared(self: &Arc<Self>, name: &'static str) -> Result<Kernel, CudaError> {
+        let kernel = self.kernel(name, 0)?;
+        let mut own = 0;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: a pointer to an integer and a live function.
+        check(unsafe { sys::cuFuncGetAttribute(&raw mut own, attribute, kernel.raw) }, name)?;
+        let room = self.device.shared_bytes().saturating_sub(usize::try_from(own).unwrap_or(usize::MAX));
+        self.kernel(name, room)
+    }
+
+    /// Integers that the source exports under a name.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn integers<const N: usize>(&self, name: &'static str) -> Result<[i32; N], CudaError> {
+        self.device.bind()?;
+        let text = CString::new(name).expect("names have no zero in them");
+        let (mut address, mut bytes) = (0, 0);
+        // SAFETY: pointers to an address and a size, a live module and a zero-terminated name.
+        let found =
+            unsafe { sys::cuModuleGetGlobal_v2(&raw mut address, &raw mut bytes, self.raw, text.as_ptr()) };
+        check(found, name)?;
+        assert_eq!(bytes, N * 4, "integers of {name}");
+        let mut values = [0; N];
+        // SAFETY: as many bytes as the driver says there are, into memory of that size.
+        check(unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), address, bytes) }, name)?;
+        Ok(values)
     }
 }
 
@@ -80,6 +114,11 @@ impl Kernel {
     /// Its name.
     pub fn name(&self) -> &'static str {
         self.name
+    }
+
+    /// The most dynamic shared memory that it may be given.
+    pub fn room(&self) -> usize {
+        self.room
     }
 
     /// Its device.

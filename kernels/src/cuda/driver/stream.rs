@@ -193,21 +193,27 @@ impl Stream {
             return;
         }
         let start = if self.is_tracing() { self.event() } else { None };
-        // SAFETY: the caller's promises about kernel and arguments.
+        let mut early: sys::CUlaunchAttribute = sys::CUlaunchAttribute_st {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        };
+        early.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared_bytes,
+            hStream: self.raw,
+            attrs: &raw mut early,
+            numAttrs: u32::from(shape.start == Start::Early),
+        };
+        // SAFETY: the caller's promises about kernel and arguments; the attribute lives until the call returns.
         let launched = unsafe {
-            sys::cuLaunchKernel(
-                kernel.raw,
-                x,
-                y,
-                z,
-                shape.threads,
-                1,
-                1,
-                shape.shared_bytes,
-                self.raw,
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            sys::cuLaunchKernelEx(&raw const config, kernel.raw, arguments.as_mut_ptr(), std::ptr::null_mut())
         };
         self.record(check(launched, kernel.name));
         if let Some(start) = start
@@ -272,6 +278,17 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// What it has to read, for whoever counts that.
     pub cost: Cost,
+    /// When it may start.
+    pub start: Start,
+}
+
+/// When a kernel may start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// When the one before it has ended.
+    InTurn,
+    /// As soon as the one before it lets it: the kernel itself waits before it reads what others wrote.
+    Early,
 }
 
 /// What a kernel has to read.
