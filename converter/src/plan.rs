@@ -20,7 +20,7 @@ use crate::work::MAX_THREADS;
 use crate::{Error, arch};
 use formats::config::{FfnConfig, IndexerRole};
 use formats::gguf::GgufSet;
-use formats::layout::Layout;
+use formats::layout::{Layout, mma16};
 use formats::manifest::{ExpertCut, Shard, Skipped};
 use formats::name::{LayerRole, ModelRole};
 use formats::{Dtype, LayerIdx, Shape, TensorName, bytes_of, quant};
@@ -179,6 +179,7 @@ impl Planned {
         // The first rank has the longest part, the last one the shortest, and there are no others.
         copied
             && !looked_up
+            && mma16::MULTIPLIED.contains(&self.dtype())
             && [0, ranks - 1].iter().all(|&rank| layout.fits(self.dtype(), &self.shard_shape(rank)))
     }
 

@@ -95,11 +95,11 @@ fn field(tile: &[u8], plane: usize, width: usize, row: usize, k: usize) -> u32 {
         }
         2 => {
             let word = plane + step / 8 * 128 + lane * 4 + step % 8 / 2;
-            bits(tile, word, 2 * (4 * (step % 2) + pair) + 16 * second, 2)
+            bits(tile, word, 8 * (step % 2) + [0, 4, 2, 6][pair] + 16 * second, 2)
         }
         1 => {
             let word = plane + lane * 4 + step / 4;
-            bits(tile, word, 4 * (step % 4) + pair + 16 * second, 1)
+            bits(tile, word, [0, 2, 8, 10][step % 4] + [0, 4, 1, 5][pair] + 16 * second, 1)
         }
         _ => {
             let word = plane + step / 2 * 128 + lane * 4 + 2 * (step % 2) + usize::from(row >= 8);

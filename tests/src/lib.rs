@@ -238,7 +238,7 @@ pub fn listing(dir: &Path) -> BTreeMap<String, u64> {
 pub fn rewrite_gguf(
     model: &Path,
     to: &Path,
-    replaced: impl Fn(&str, &formats::Shape) -> Option<Replacement>,
+    replaced: impl Fn(&str, &formats::Shape) -> Option<(formats::Dtype, Vec<u8>)>,
 ) {
     let string = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
     let bytes =

@@ -11,8 +11,8 @@
 //! | plane | bytes | 16 bytes of a lane are 4 words q | field |
 //! |---|---|---|---|
 //! | nibbles | 2048 | i = 0..4; step 4 i + q | 4 bits at 4 p |
-//! | two bits | 1024 | i = 0..2; steps 8 i + 2 q + e, e = 0, 1 | 2 bits at 2 (4 e + p) |
-//! | one bit | 512 | steps 4 q + e, e = 0..4 | 1 bit at 4 e + p |
+//! | two bits | 1024 | i = 0..2; steps 8 i + 2 q + e, e = 0, 1 | 2 bits at 8 e + \[0, 4, 2, 6\]\[p\] |
+//! | one bit | 512 | steps 4 q + e, e = 0..4 | 1 bit at \[0, 2, 8, 10\]\[e\] + \[0, 4, 1, 5\]\[p\] |
 //! | bytes | 4096 | i = 0..8; words 2 e and 2 e + 1 are step 2 i + e | row g, then row g + 8, bytes j 0..3 |
 
 use crate::{Dtype, Shape};
@@ -21,6 +21,9 @@ use crate::{Dtype, Shape};
 pub const ROWS: usize = 16;
 /// Columns of a tile.
 pub const COLUMNS: usize = 256;
+/// Types that kernels multiply with in this layout; a converter leaves others in blocks.
+pub const MULTIPLIED: [Dtype; 6] =
+    [Dtype::Q4_0, Dtype::Q5_0, Dtype::Q8_0, Dtype::Q4_K, Dtype::Q5_K, Dtype::Q6_K];
 
 /// Unsigned quants of a tile's rows.
 type Quants = [[u8; COLUMNS]; ROWS];
@@ -278,15 +281,15 @@ fn write_two_bits(quants: &Quants, shift: u8, out: &mut [u8]) {
     for (g, (low, high)) in quants[..8].iter().zip(&quants[8..]).enumerate() {
         let mut both = [0; COLUMNS];
         for ((both, low), high) in both.iter_mut().zip(low).zip(high) {
-            *both = low >> shift & 3 | (high >> shift & 3) << 2;
+            *both = low >> shift & 3 | (high >> shift & 3) << 4;
         }
         for step in 0..16 {
             for t in 0..4 {
                 let k = column(step, t);
                 // Word step % 8 / 2; its bytes are the first of the pairs of e = 0 and 1, then the second ones.
                 let at = step / 8 * 512 + (4 * g + t) * 16 + step % 8 / 2 * 4 + step % 2;
-                out[at] = both[k] | both[k + 2] << 4;
-                out[at + 2] = both[k + 1] | both[k + 3] << 4;
+                out[at] = both[k] | both[k + 2] << 2;
+                out[at + 2] = both[k + 1] | both[k + 3] << 2;
             }
         }
     }
@@ -298,10 +301,10 @@ fn read_two_bits(bytes: &[u8], shift: u8, quants: &mut Quants) {
         for step in 0..16 {
             for t in 0..4 {
                 let at = step / 8 * 512 + (4 * g + t) * 16 + step % 8 / 2 * 4 + step % 2;
-                let both = [bytes[at] & 0x0f, bytes[at + 2] & 0x0f, bytes[at] >> 4, bytes[at + 2] >> 4];
+                let both = [bytes[at], bytes[at + 2], bytes[at] >> 2, bytes[at + 2] >> 2];
                 for (k, both) in (column(step, t)..).zip(both) {
                     low[k] |= (both & 3) << shift;
-                    high[k] |= both >> 2 << shift;
+                    high[k] |= (both >> 4 & 3) << shift;
                 }
             }
         }
@@ -312,15 +315,15 @@ fn write_one_bit(quants: &Quants, bit: u8, out: &mut [u8]) {
     for (g, (low, high)) in quants[..8].iter().zip(&quants[8..]).enumerate() {
         let mut both = [0; COLUMNS];
         for ((both, low), high) in both.iter_mut().zip(low).zip(high) {
-            *both = low >> bit & 1 | (high >> bit & 1) << 1;
+            *both = low >> bit & 1 | (high >> bit & 1) << 4;
         }
         for t in 0..4 {
             for q in 0..4 {
                 let (mut first, mut second) = (0u16, 0u16);
-                for e in 0..4 {
+                for (e, at) in [0, 2, 8, 10].into_iter().enumerate() {
                     let k = column(4 * q + e, t);
-                    first |= u16::from(both[k] | both[k + 2] << 2) << (4 * e);
-                    second |= u16::from(both[k + 1] | both[k + 3] << 2) << (4 * e);
+                    first |= u16::from(both[k] | both[k + 2] << 1) << at;
+                    second |= u16::from(both[k + 1] | both[k + 3] << 1) << at;
                 }
                 let at = (4 * g + t) * 16 + q * 4;
                 let word = u32::from(first) | u32::from(second) << 16;
@@ -336,12 +339,11 @@ fn read_one_bit(bytes: &[u8], bit: u8, quants: &mut Quants) {
         for step in 0..16 {
             for t in 0..4 {
                 let at = (4 * g + t) * 16 + step / 4 * 4 + step % 4 / 2;
-                let shift = step % 2 * 4;
-                let (first, second) = (bytes[at] >> shift & 0x0f, bytes[at + 2] >> shift & 0x0f);
-                let both = [first & 3, second & 3, first >> 2, second >> 2];
-                for (k, both) in (column(step, t)..).zip(both) {
+                let shift = step % 2 * 2;
+                let (first, second) = (bytes[at] >> shift, bytes[at + 2] >> shift);
+                for (k, both) in (column(step, t)..).zip([first, second, first >> 1, second >> 1]) {
                     low[k] |= (both & 1) << bit;
-                    high[k] |= both >> 1 << bit;
+                    high[k] |= (both >> 4 & 1) << bit;
                 }
             }
         }
