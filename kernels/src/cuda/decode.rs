@@ -199,14 +199,12 @@ impl Decode {
     pub(super) fn norm_scale(weight: &Weight) -> Option<f32> {
         let bound = (weight.cols as f32).sqrt() * weight.largest;
         let width = weight.cols;
-        if !(bound > 1e-30 && bound < 1e30) || !width.is_multiple_of(32) || width > 512 * 8 * NORM_PARTS {
-            return None;
-        }
-        Some((32_768.0 / bound).log2().floor().exp2())
+        let fits =
+            (1e-30..1e30).contains(&bound) && width.is_multiple_of(32) && width <= 512 * 8 * NORM_PARTS;
+        fits.then(|| (32_768.0 / bound).log2().floor().exp2())
     }
 
     /// `to = x + y` where there is a `y`, `h` and `prepared` its norm.
-    #[expect(clippy::too_many_arguments, reason = "the operation's own and what it leaves for products")]
     pub(super) fn add_norm(
         &self,
         stream: &Stream,
@@ -244,6 +242,7 @@ impl Decode {
 
     /// `out[i]` = `w[i]` `x` for up to three matrices of the same width, `x` with a norm where there is one. `false`, and
     /// nothing done, where the kernels have no room for that.
+    #[expect(clippy::too_many_arguments, reason = "the operation's own and what a norm has left for it")]
     pub(super) fn products(
         &self,
         stream: &Stream,

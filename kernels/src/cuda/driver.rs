@@ -111,10 +111,8 @@ impl Device {
         let shared = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let mut context = MaybeUninit::uninit();
         // SAFETY: a pointer to a context handle, which is written on success.
-        check(
-            unsafe { sys::cuDevicePrimaryCtxRetain(context.as_mut_ptr(), raw) },
-            "cuDevicePrimaryCtxRetain",
-        )?;
+        let retained = unsafe { sys::cuDevicePrimaryCtxRetain(context.as_mut_ptr(), raw) };
+        check(retained, "cuDevicePrimaryCtxRetain")?;
         let device = Self {
             // SAFETY: written above.
             context: unsafe { context.assume_init() },
@@ -182,10 +180,8 @@ impl Device {
     pub fn enable_peer(&self, other: &Self) -> Result<(), CudaError> {
         let mut can = 0;
         // SAFETY: a pointer to an integer and two valid devices.
-        check(
-            unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.raw, other.raw) },
-            "cuDeviceCanAccessPeer",
-        )?;
+        let asked = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.raw, other.raw) };
+        check(asked, "cuDeviceCanAccessPeer")?;
         if can == 0 {
             return Err(CudaError::NoPeerAccess { from: self.ordinal, to: other.ordinal });
         }

@@ -89,7 +89,7 @@ impl StepMemory {
         let decodes =
             own.rows == own.logit_rows && (0..step.span_count()).all(|i| step.span(i).rows.len() == 1);
         let fits = |&bucket: &usize| bucket >= own.rows && bucket <= self.padded_rows;
-        let bucket = self.spare_block.filter(|_| decodes).and_then(|_| BUCKETS.iter().position(|b| fits(b)));
+        let bucket = self.spare_block.filter(|_| decodes).and_then(|_| BUCKETS.iter().position(fits));
         let rows = bucket.map_or(own.rows, |bucket| BUCKETS[bucket]);
         let logit_rows = if bucket.is_some() { rows } else { own.logit_rows };
         let grown = self.grow(rows.max(logit_rows), step.blocks().len() + 1)?;

@@ -5,11 +5,11 @@
 use bytes::Bytes;
 use formats::config::{GroupScore, RopeConfig, RopePairing, RouterConfig, ScoringFunc};
 use formats::{Dtype, Shape, TensorView, quant};
-use kernels::{Backend, ExpertWeights};
 use kernels::cpu::{Cpu, Isa};
 use kernels::cuda::Cuda;
 use kernels::cuda::driver::Device;
 use kernels::shape::{MlaShape, MoeShape};
+use kernels::{Backend, ExpertWeights};
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, LazyLock};
