@@ -19,8 +19,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Threads of a rank: with two chunks in flight for each, 256 MiB of page-locked memory.
+/// Threads of a rank: with two chunks in flight for each, 256 MiB of page-locked memory at most.
 const MOST_THREADS: usize = 8;
+/// A chunk where no digest is checked: page-locked memory takes time to make, about a second for each 2 GB.
+const UNCHECKED_BYTES: u64 = 4 << 20;
 /// What a direct read's place and length must be multiples of.
 const SECTOR: u64 = 4096;
 
@@ -70,14 +72,18 @@ pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Resul
     let what = format!("the weights in {}", shard.path().display());
     let arena = Arc::new(Memory::new(device, bytes, &what).map_err(kernels::Error::from)?);
     let source = Source::open(shard, plan.mode)?;
-    let chunks = manifest.chunks.len();
+    let chunk_bytes = match plan.digests {
+        Digests::Check => CHUNK_BYTES,
+        Digests::Skip => UNCHECKED_BYTES,
+    };
+    let chunks = usize::try_from(manifest.bytes.div_ceil(chunk_bytes)).unwrap_or(usize::MAX);
     let job = Job {
         shard,
         device,
         arena: &arena,
         source: &source,
         plan,
-        chunk_bytes: CHUNK_BYTES.min(manifest.bytes.next_multiple_of(SECTOR)),
+        chunk_bytes,
         next: AtomicUsize::new(0),
         failed: AtomicBool::new(false),
         fault: Mutex::new(None),
@@ -123,7 +129,8 @@ impl Job<'_> {
         let refused = kernels::Error::from;
         self.device.bind().map_err(refused)?;
         let stream = Stream::new(self.device).map_err(refused)?;
-        let size = usize::try_from(self.chunk_bytes).expect("a chunk fits memory");
+        let most = self.shard.manifest().bytes.next_multiple_of(SECTOR);
+        let size = usize::try_from(self.chunk_bytes.min(most)).expect("a chunk fits memory");
         let staging = || Staging::new(self.device, size).map_err(refused);
         let mut pieces = [staging()?, staging()?];
         for turn in (0..2).cycle() {
@@ -143,7 +150,8 @@ impl Job<'_> {
 
     fn chunk(&self, chunk: usize, piece: &mut Staging, stream: &Stream) -> Result<(), Error> {
         let manifest = self.shard.manifest();
-        let range = manifest.chunk(chunk);
+        let start = chunk as u64 * self.chunk_bytes;
+        let range = start..manifest.bytes.min(start + self.chunk_bytes);
         let len = usize::try_from(range.end - range.start).expect("a chunk fits memory");
         let bytes = piece.fill().map_err(kernels::Error::from)?;
         self.source.read(range.start, len, bytes).map_err(|error| Error::File {
