@@ -25,7 +25,7 @@ pub use compile::Tiling;
 pub use error::CudaError;
 pub use weight::Weight;
 
-use crate::shape::MoeShape;
+use crate::shape::{MlaShape, MoeShape};
 use crate::step::Step;
 use crate::{Error, ExpertWeights};
 use attention::{Attention, Pieces};
@@ -207,8 +207,8 @@ impl Cuda {
         &self.stream
     }
 
-    /// Compiles what matrices of these types need, all at the same time. What does not compile is said when a weight is made.
-    pub fn compile_for(device: &Device, matrices: &[(Dtype, Tiling)]) {
+    /// Compiles what matrices of these types and attention of this shape need, all at the same time. What does not compile is said when a weight is made.
+    pub fn compile_for(device: &Device, matrices: &[(Dtype, Tiling)], shape: &MlaShape) {
         let form = |&(dtype, tiling)| Form { dtype: stored_as(dtype), tiling };
         let mut forms: Vec<Form> = matrices.iter().map(form).collect();
         forms.sort_unstable();
@@ -218,6 +218,7 @@ impl Cuda {
         if matrices.iter().any(|(_, tiling)| *tiling == Tiling::Tiles) && device.capability() >= (9, 0) {
             units.push(compile::Unit::decode(&architecture));
         }
+        units.extend(attention::widths(device, shape).map(compile::Unit::attention));
         compile::Unit::prepare(&units, &architecture);
     }
 

@@ -117,6 +117,21 @@ where
     Ok(Weights { embed_tokens, embed_rows, layers, norm, lm_head, logit_rows })
 }
 
+/// Latent attention of `heads` of a model's heads.
+pub fn mla_shape(model: &ModelConfig, heads: usize) -> MlaShape {
+    let a = &model.attention;
+    MlaShape {
+        heads,
+        nope: a.qk_nope_head_dim,
+        rope: a.qk_rope_head_dim,
+        v: a.v_head_dim,
+        kv_lora: a.kv_lora_rank,
+        softmax_scale: a.softmax_scale,
+        eps: model.rms_norm_eps,
+        rotary: model.rope.clone(),
+    }
+}
+
 struct Loader<'a, P> {
     place: P,
     shard: &'a RankShard,
@@ -190,16 +205,7 @@ impl<W, P: Fn(&TensorEntry) -> Result<W, Error>> Loader<'_, P> {
                 ));
             }
         }
-        let shape = MlaShape {
-            heads: local.len(),
-            nope: a.qk_nope_head_dim,
-            rope: a.qk_rope_head_dim,
-            v: a.v_head_dim,
-            kv_lora: a.kv_lora_rank,
-            softmax_scale: a.softmax_scale,
-            eps: self.model.rms_norm_eps,
-            rotary: self.model.rope.clone(),
-        };
+        let shape = mla_shape(self.model, local.len());
         Ok(AttentionWeights {
             query,
             kv_a_proj_with_mqa: self

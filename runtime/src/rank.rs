@@ -5,7 +5,7 @@ use crate::batch::Batch;
 use crate::comm::{Communicator, Local, Peer, SharedGpu};
 use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
-use crate::load::load;
+use crate::load::{load, mla_shape};
 use crate::model::Model;
 use crate::upload::{Digests, LoadPlan, upload};
 use formats::checkpoint::{Checkpoint, RankShard};
@@ -326,10 +326,11 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
 ) -> Result<Model<Cuda, C>, Error> {
     let matrices: Vec<(Dtype, Tiling)> =
         shard.manifest().tensors.iter().map(|entry| (entry.dtype, tiling(entry))).collect();
+    let shape = mla_shape(config, 1);
     let uploaded = std::thread::scope(|scope| {
         // Both take seconds, one the disk and the bus, the other processors.
         let device = backend.device();
-        scope.spawn(move || Cuda::compile_for(device, &matrices));
+        scope.spawn(move || Cuda::compile_for(device, &matrices, &shape));
         upload(shard, device, plan)
     })?;
     let seconds = uploaded.elapsed.as_secs_f64();

@@ -5,7 +5,7 @@
 )]
 
 use super::compile::{Tiling, Unit, architecture};
-use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
+use super::driver::{Cost, Device, Kernel, Launch, Module, Start, Stream};
 use super::{Buffer, Cache, CudaError, StepMemory, Weight};
 use crate::shape::MlaShape;
 use crate::step::Step;
@@ -65,7 +65,7 @@ enum Part {
 }
 
 /// Widths that the kernels are compiled for: nope, rope, v, latent; `None` where they have none for this shape.
-pub(super) fn widths(stream: &Stream, shape: &MlaShape) -> Option<[usize; 4]> {
+pub(super) fn widths(device: &Device, shape: &MlaShape) -> Option<[usize; 4]> {
     let MlaShape { nope, rope, v, kv_lora, .. } = *shape;
     let heads = [nope, rope, v].iter().all(|&width| width > 0 && width.is_multiple_of(8));
     let fits = heads
@@ -75,7 +75,7 @@ pub(super) fn widths(stream: &Stream, shape: &MlaShape) -> Option<[usize; 4]> {
         && nope <= 256
         && v <= 256
         && rope <= 128;
-    (fits && stream.device().capability() >= (9, 0)).then_some([nope, rope, v, kv_lora])
+    (fits && device.capability() >= (9, 0)).then_some([nope, rope, v, kv_lora])
 }
 
 impl Attention {
@@ -187,48 +187,75 @@ impl Attention {
         let [absorbed, part, softmax] =
             [&pieces.absorbed, &pieces.part, &pieces.softmax].map(|buffer| buffer.address());
         let groups = heads.div_ceil(8);
-        let arguments = &mut [
-            from_mut(&mut { q }).cast(),
-            from_mut(&mut { kv_b.address }).cast(),
-            from_mut(&mut { absorbed }).cast(),
-            from_mut(&mut { int(tokens) }).cast(),
-            from_mut(&mut { int(heads) }).cast(),
-            from_mut(&mut { shape.softmax_scale }).cast(),
-        ];
         let grid = [latent.div_ceil(32) + 1, heads, tokens.div_ceil(16)];
         let cost = kv_b.cost(heads * shape.nope);
         // SAFETY: sizes as `run` checked them, for a part of the rows.
-        unsafe { launch(stream, &self.absorb, grid, 128, 0, cost, arguments) };
-        let arguments = &mut [
-            from_mut(&mut { absorbed }).cast(),
-            from_mut(&mut { cache.address() }).cast(),
-            from_mut(&mut { row(memory.positions()) }).cast(),
-            from_mut(&mut { row(memory.tables()) }).cast(),
-            from_mut(&mut { memory.blocks() }).cast(),
-            from_mut(&mut { part }).cast(),
-            from_mut(&mut { softmax }).cast(),
-            from_mut(&mut { int(heads) }).cast(),
-            from_mut(&mut { int(SPLITS) }).cast(),
-            from_mut(&mut { int(LEAST_TILES) }).cast(),
-        ];
+        unsafe {
+            launch(
+                stream,
+                &self.absorb,
+                grid,
+                128,
+                0,
+                cost,
+                &mut [
+                    from_mut(&mut { q }).cast(),
+                    from_mut(&mut { kv_b.address }).cast(),
+                    from_mut(&mut { absorbed }).cast(),
+                    from_mut(&mut { int(tokens) }).cast(),
+                    from_mut(&mut { int(heads) }).cast(),
+                    from_mut(&mut { shape.softmax_scale }).cast(),
+                ],
+            )
+        };
         let cost = Cost { bytes: (memory.cached() * cache.width * 2) as u64, weight: None };
         let room = self.attend.room();
         // SAFETY: as above; the step's blocks are inside the cache.
-        unsafe { launch(stream, &self.attend, [SPLITS, tokens, groups], 256, room, cost, arguments) };
-        let arguments = &mut [
-            from_mut(&mut { part }).cast(),
-            from_mut(&mut { softmax }).cast(),
-            from_mut(&mut { kv_b.address }).cast(),
-            from_mut(&mut { row(memory.positions()) }).cast(),
-            from_mut(&mut { out }).cast(),
-            from_mut(&mut { int(tokens) }).cast(),
-            from_mut(&mut { int(heads) }).cast(),
-            from_mut(&mut { int(SPLITS) }).cast(),
-            from_mut(&mut { int(LEAST_TILES) }).cast(),
-        ];
+        unsafe {
+            launch(
+                stream,
+                &self.attend,
+                [SPLITS, tokens, groups],
+                256,
+                room,
+                cost,
+                &mut [
+                    from_mut(&mut { absorbed }).cast(),
+                    from_mut(&mut { cache.address() }).cast(),
+                    from_mut(&mut { row(memory.positions()) }).cast(),
+                    from_mut(&mut { row(memory.tables()) }).cast(),
+                    from_mut(&mut { memory.blocks() }).cast(),
+                    from_mut(&mut { part }).cast(),
+                    from_mut(&mut { softmax }).cast(),
+                    from_mut(&mut { int(heads) }).cast(),
+                    from_mut(&mut { int(SPLITS) }).cast(),
+                    from_mut(&mut { int(LEAST_TILES) }).cast(),
+                ],
+            )
+        };
         let (grid, cost) = ([8, heads, tokens.div_ceil(8)], kv_b.cost(heads * shape.v));
         // SAFETY: as above.
-        unsafe { launch(stream, &self.project, grid, 256, self.project.room(), cost, arguments) };
+        unsafe {
+            launch(
+                stream,
+                &self.project,
+                grid,
+                256,
+                self.project.room(),
+                cost,
+                &mut [
+                    from_mut(&mut { part }).cast(),
+                    from_mut(&mut { softmax }).cast(),
+                    from_mut(&mut { kv_b.address }).cast(),
+                    from_mut(&mut { row(memory.positions()) }).cast(),
+                    from_mut(&mut { out }).cast(),
+                    from_mut(&mut { int(tokens) }).cast(),
+                    from_mut(&mut { int(heads) }).cast(),
+                    from_mut(&mut { int(SPLITS) }).cast(),
+                    from_mut(&mut { int(LEAST_TILES) }).cast(),
+                ],
+            )
+        };
     }
 
     #[expect(clippy::too_many_arguments, reason = "a part of `run`")]
@@ -251,46 +278,62 @@ impl Attention {
         let [keys, values, state] = [&pieces.keys, &pieces.values, &pieces.state].map(|b| b.address());
         for start in (0..context).step_by(CAPACITY) {
             let length = CAPACITY.min(context - start);
-            let arguments = &mut [
-                from_mut(&mut { cache.address() }).cast(),
-                from_mut(&mut { memory.blocks() }).cast(),
-                from_mut(&mut { kv_b.address }).cast(),
-                from_mut(&mut { keys }).cast(),
-                from_mut(&mut { values }).cast(),
-                from_mut(&mut { int(heads) }).cast(),
-                from_mut(&mut { int(table) }).cast(),
-                from_mut(&mut { int(start) }).cast(),
-                from_mut(&mut { int(length) }).cast(),
-                from_mut(&mut { int(CAPACITY) }).cast(),
-            ];
             let grid = [shape.kv_b_rows().div_ceil(128), length.div_ceil(128), 1];
             let cost = kv_b.cost(shape.kv_b_rows());
             // SAFETY: sizes as `run` checked them; the sequence's blocks reach to its context.
-            unsafe { launch(stream, &self.expand, grid, 256, self.expand.room(), cost, arguments) };
-            let arguments = &mut [
-                from_mut(&mut { q }).cast(),
-                from_mut(&mut { keys }).cast(),
-                from_mut(&mut { values }).cast(),
-                from_mut(&mut { cache.address() }).cast(),
-                from_mut(&mut { memory.blocks() }).cast(),
-                from_mut(&mut { out }).cast(),
-                from_mut(&mut { state }).cast(),
-                from_mut(&mut { int(tokens) }).cast(),
-                from_mut(&mut { int(heads) }).cast(),
-                from_mut(&mut { int(cached) }).cast(),
-                from_mut(&mut { int(table) }).cast(),
-                from_mut(&mut { int(start) }).cast(),
-                from_mut(&mut { int(length) }).cast(),
-                from_mut(&mut { int(CAPACITY) }).cast(),
-                from_mut(&mut { i32::from(start > 0) }).cast(),
-                from_mut(&mut { i32::from(start + length < context) }).cast(),
-                from_mut(&mut { shape.softmax_scale }).cast(),
-            ];
+            unsafe {
+                launch(
+                    stream,
+                    &self.expand,
+                    grid,
+                    256,
+                    self.expand.room(),
+                    cost,
+                    &mut [
+                        from_mut(&mut { cache.address() }).cast(),
+                        from_mut(&mut { memory.blocks() }).cast(),
+                        from_mut(&mut { kv_b.address }).cast(),
+                        from_mut(&mut { keys }).cast(),
+                        from_mut(&mut { values }).cast(),
+                        from_mut(&mut { int(heads) }).cast(),
+                        from_mut(&mut { int(table) }).cast(),
+                        from_mut(&mut { int(start) }).cast(),
+                        from_mut(&mut { int(length) }).cast(),
+                        from_mut(&mut { int(CAPACITY) }).cast(),
+                    ],
+                )
+            };
             let grid = [tokens.div_ceil(self.rows) * heads, 1, 1];
             let cost = Cost { bytes: (length * cache.width * 2) as u64, weight: None };
             // SAFETY: as above.
             unsafe {
-                launch(stream, &self.prefill, grid, self.threads, self.prefill.room(), cost, arguments)
+                launch(
+                    stream,
+                    &self.prefill,
+                    grid,
+                    self.threads,
+                    self.prefill.room(),
+                    cost,
+                    &mut [
+                        from_mut(&mut { q }).cast(),
+                        from_mut(&mut { keys }).cast(),
+                        from_mut(&mut { values }).cast(),
+                        from_mut(&mut { cache.address() }).cast(),
+                        from_mut(&mut { memory.blocks() }).cast(),
+                        from_mut(&mut { out }).cast(),
+                        from_mut(&mut { state }).cast(),
+                        from_mut(&mut { int(tokens) }).cast(),
+                        from_mut(&mut { int(heads) }).cast(),
+                        from_mut(&mut { int(cached) }).cast(),
+                        from_mut(&mut { int(table) }).cast(),
+                        from_mut(&mut { int(start) }).cast(),
+                        from_mut(&mut { int(length) }).cast(),
+                        from_mut(&mut { int(CAPACITY) }).cast(),
+                        from_mut(&mut { i32::from(start > 0) }).cast(),
+                        from_mut(&mut { i32::from(start + length < context) }).cast(),
+                        from_mut(&mut { shape.softmax_scale }).cast(),
+                    ],
+                )
             };
         }
     }
@@ -325,6 +368,8 @@ fn int(n: usize) -> i32 {
     i32::try_from(n).expect("a model's sizes are below 2^31")
 }
 
+/// Arguments are made inside the call: what they point to lives that long and no longer.
+///
 /// # Safety
 /// As [`Stream::launch`].
 unsafe fn launch(

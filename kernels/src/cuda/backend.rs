@@ -82,7 +82,7 @@ impl Backend for Cuda {
     }
 
     fn prepare_attention(&mut self, shape: &MlaShape) -> Result<(), Error> {
-        let Some(widths) = attention::widths(&self.stream, shape) else { return Ok(()) };
+        let Some(widths) = attention::widths(self.stream.device(), shape) else { return Ok(()) };
         if self.attention.iter().all(|known| known.widths() != widths) {
             self.attention.push(Attention::new(&self.stream, widths)?);
         }
@@ -276,7 +276,7 @@ impl Backend for Cuda {
     ) {
         assert_eq!([kv_b.rows, kv_b.cols], [shape.kv_b_rows(), shape.kv_lora], "kv_b_proj's shape");
         let rows = self.step.rows().rows;
-        let fast = attention::widths(&self.stream, shape).filter(|_| Attention::takes(kv_b));
+        let fast = attention::widths(self.stream.device(), shape).filter(|_| Attention::takes(kv_b));
         let fast = fast.and_then(|widths| self.attention.iter().position(|known| known.widths() == widths));
         if let Some(fast) = fast {
             let sizes = self.attention[fast].sizes(shape.heads, &self.own_step, rows);

@@ -221,22 +221,29 @@ impl Decode {
         prepared.tokens.holds(rows * width / 2);
         prepared.sums.holds(rows * width / 16);
         prepared.inverse.holds(rows);
-        let arguments = &mut [
-            from_mut(&mut { x.address() }).cast(),
-            from_mut(&mut { y.map_or(0, Buffer::address) }).cast(),
-            from_mut(&mut { weight.vector() }).cast(),
-            from_mut(&mut { scale }).cast(),
-            from_mut(&mut { eps }).cast(),
-            from_mut(&mut { int(width) }).cast(),
-            from_mut(&mut { to.address() }).cast(),
-            from_mut(&mut { h.address() }).cast(),
-            from_mut(&mut { prepared.tokens.address() }).cast(),
-            from_mut(&mut { prepared.sums.address() }).cast(),
-            from_mut(&mut { prepared.inverse.address() }).cast(),
-        ];
         // SAFETY: `rows` rows of `width`, checked above; `to` is not `x`, which blocks read while others write.
         unsafe {
-            launch(stream, &self.add_norm_tokens, [rows, NORM_PARTS], 512, 0, Cost::default(), arguments)
+            launch(
+                stream,
+                &self.add_norm_tokens,
+                [rows, NORM_PARTS],
+                512,
+                0,
+                Cost::default(),
+                &mut [
+                    from_mut(&mut { x.address() }).cast(),
+                    from_mut(&mut { y.map_or(0, Buffer::address) }).cast(),
+                    from_mut(&mut { weight.vector() }).cast(),
+                    from_mut(&mut { scale }).cast(),
+                    from_mut(&mut { eps }).cast(),
+                    from_mut(&mut { int(width) }).cast(),
+                    from_mut(&mut { to.address() }).cast(),
+                    from_mut(&mut { h.address() }).cast(),
+                    from_mut(&mut { prepared.tokens.address() }).cast(),
+                    from_mut(&mut { prepared.sums.address() }).cast(),
+                    from_mut(&mut { prepared.inverse.address() }).cast(),
+                ],
+            )
         };
     }
 
@@ -285,18 +292,27 @@ impl Decode {
             if shared > kernel.room() {
                 return false;
             }
-            let arguments = &mut [
-                from_mut(&mut segments(0)).cast(),
-                from_mut(&mut { int(width) }).cast(),
-                from_mut(&mut { int(rows) }).cast(),
-                from_mut(&mut { int(slot) }).cast(),
-                from_mut(&mut { i32::from(staged) }).cast(),
-                from_mut(&mut { prepared.tokens.address() }).cast(),
-                from_mut(&mut { prepared.sums.address() }).cast(),
-                from_mut(&mut { prepared.inverse.address() }).cast(),
-            ];
             // SAFETY: matrices of whole tiles, tokens of the same width, results of their rows: checked above.
-            unsafe { launch(stream, kernel, grid, threads, shared, cost, arguments) };
+            unsafe {
+                launch(
+                    stream,
+                    kernel,
+                    grid,
+                    threads,
+                    shared,
+                    cost,
+                    &mut [
+                        from_mut(&mut segments(0)).cast(),
+                        from_mut(&mut { int(width) }).cast(),
+                        from_mut(&mut { int(rows) }).cast(),
+                        from_mut(&mut { int(slot) }).cast(),
+                        from_mut(&mut { i32::from(staged) }).cast(),
+                        from_mut(&mut { prepared.tokens.address() }).cast(),
+                        from_mut(&mut { prepared.sums.address() }).cast(),
+                        from_mut(&mut { prepared.inverse.address() }).cast(),
+                    ],
+                )
+            };
             return true;
         }
         let room = |tokens: usize| ring + token_bytes(tokens, width) <= self.plain.of(tokens).room();
@@ -305,18 +321,27 @@ impl Decode {
         };
         for first in (0..rows).step_by(each) {
             let tokens = each.min(rows - first);
-            let arguments = &mut [
-                from_mut(&mut segments(first)).cast(),
-                from_mut(&mut { int(width) }).cast(),
-                from_mut(&mut { int(tokens) }).cast(),
-                from_mut(&mut { int(slot) }).cast(),
-                from_mut(&mut { x.address() + (first * width * 4) as u64 }).cast(),
-                from_mut(&mut { norm.map_or(0, |(weight, _)| weight.vector()) }).cast(),
-                from_mut(&mut { norm.map_or(0.0, |(_, eps)| eps) }).cast(),
-            ];
             let shared = ring + token_bytes(tokens, width);
             // SAFETY: as above, for a part of the tokens.
-            unsafe { launch(stream, self.plain.of(tokens), grid, threads, shared, cost, arguments) };
+            unsafe {
+                launch(
+                    stream,
+                    self.plain.of(tokens),
+                    grid,
+                    threads,
+                    shared,
+                    cost,
+                    &mut [
+                        from_mut(&mut segments(first)).cast(),
+                        from_mut(&mut { int(width) }).cast(),
+                        from_mut(&mut { int(tokens) }).cast(),
+                        from_mut(&mut { int(slot) }).cast(),
+                        from_mut(&mut { x.address() + (first * width * 4) as u64 }).cast(),
+                        from_mut(&mut { norm.map_or(0, |(weight, _)| weight.vector()) }).cast(),
+                        from_mut(&mut { norm.map_or(0.0, |(_, eps)| eps) }).cast(),
+                    ],
+                )
+            };
         }
         true
     }
@@ -407,19 +432,28 @@ impl Decode {
             let sums = prepared.sums.address() + (first * hidden / 8 * 2) as u64;
             let inverse = prepared.inverse.address() + (first * 4) as u64;
             let activated = activated.address() + (first * row_len * 4) as u64;
-            let arguments = &mut [
-                from_mut(&mut { router }).cast(),
-                from_mut(&mut { gate.address }).cast(),
-                from_mut(&mut { x.address() + (first * hidden * 4) as u64 }).cast(),
-                from_mut(&mut { int(hidden) }).cast(),
-                from_mut(&mut { int(tokens) }).cast(),
-                from_mut(&mut { int(shape.local_experts.start) }).cast(),
-                from_mut(&mut { int(local) }).cast(),
-                from_mut(&mut { self.ticket.address() }).cast(),
-                from_mut(&mut { self.choice.address() }).cast(),
-            ];
             // SAFETY: a block for each of the gate's `e` rows of `hidden`, logits for every token: checked above.
-            unsafe { launch(stream, &self.router, [e, 1], 256, 0, gate.cost(e), arguments) };
+            unsafe {
+                launch(
+                    stream,
+                    &self.router,
+                    [e, 1],
+                    256,
+                    0,
+                    gate.cost(e),
+                    &mut [
+                        from_mut(&mut { router }).cast(),
+                        from_mut(&mut { gate.address }).cast(),
+                        from_mut(&mut { x.address() + (first * hidden * 4) as u64 }).cast(),
+                        from_mut(&mut { int(hidden) }).cast(),
+                        from_mut(&mut { int(tokens) }).cast(),
+                        from_mut(&mut { int(shape.local_experts.start) }).cast(),
+                        from_mut(&mut { int(local) }).cast(),
+                        from_mut(&mut { self.ticket.address() }).cast(),
+                        from_mut(&mut { self.choice.address() }).cast(),
+                    ],
+                )
+            };
 
             let kernel = self.up.of(tokens);
             let staged = tokens <= 4 && up_ring + token_bytes(tokens, hidden) <= kernel.room();
@@ -427,45 +461,65 @@ impl Decode {
             let bytes = [gate_w, up_w].map(|w| w.cost(w.rows * visited).bytes).iter().sum::<u64>()
                 + shared_matrices.map_or(0, |[g, u, _]| g.cost(g.rows).bytes + u.cost(u.rows).bytes);
             let cost = Cost { bytes, weight: Some((gate_w.form.dtype, width, hidden)) };
-            let arguments = &mut [
-                from_mut(&mut { self.choice.address() }).cast(),
-                from_mut(&mut { layer }).cast(),
-                from_mut(&mut { int(hidden) }).cast(),
-                from_mut(&mut { int(tokens) }).cast(),
-                from_mut(&mut { int(ups) }).cast(),
-                from_mut(&mut { i32::from(staged) }).cast(),
-                from_mut(&mut { h }).cast(),
-                from_mut(&mut { sums }).cast(),
-                from_mut(&mut { inverse }).cast(),
-                from_mut(&mut { activated }).cast(),
-            ];
             let shared_bytes = up_ring + if staged { token_bytes(tokens, hidden) } else { 0 };
             let grid = [units.clamp(1, sms), 1];
             // SAFETY: tiles of local experts and shared ones, `activated` with a place for every visit: checked above.
-            unsafe { launch(stream, kernel, grid, self.up_warps * 32, shared_bytes, cost, arguments) };
+            unsafe {
+                launch(
+                    stream,
+                    kernel,
+                    grid,
+                    self.up_warps * 32,
+                    shared_bytes,
+                    cost,
+                    &mut [
+                        from_mut(&mut { self.choice.address() }).cast(),
+                        from_mut(&mut { layer }).cast(),
+                        from_mut(&mut { int(hidden) }).cast(),
+                        from_mut(&mut { int(tokens) }).cast(),
+                        from_mut(&mut { int(ups) }).cast(),
+                        from_mut(&mut { i32::from(staged) }).cast(),
+                        from_mut(&mut { h }).cast(),
+                        from_mut(&mut { sums }).cast(),
+                        from_mut(&mut { inverse }).cast(),
+                        from_mut(&mut { activated }).cast(),
+                    ],
+                )
+            };
 
             let bytes = down_w.cost(down_w.rows * visited).bytes
                 + shared_matrices.map_or(0, |[_, _, d]| d.cost(d.rows).bytes);
             let cost = Cost { bytes, weight: Some((down_w.form.dtype, hidden, width)) };
-            let arguments = &mut [
-                from_mut(&mut { self.choice.address() }).cast(),
-                from_mut(&mut { layer }).cast(),
-                from_mut(&mut { int(tokens) }).cast(),
-                from_mut(&mut { int(downs) }).cast(),
-                from_mut(&mut { activated }).cast(),
-                from_mut(&mut { out.address() + (first * hidden * 4) as u64 }).cast(),
-                from_mut(&mut { int(hidden) }).cast(),
-            ];
             let shared_bytes = down_ring + token_bytes(tokens, row_len);
             let grid = [(hidden / ROWS).min(sms), 1];
             let threads = self.down_teams * DOWN_TEAM * 32;
             // SAFETY: as above; a result of `hidden` for every token.
-            unsafe { launch(stream, self.down.of(tokens), grid, threads, shared_bytes, cost, arguments) };
+            unsafe {
+                launch(
+                    stream,
+                    self.down.of(tokens),
+                    grid,
+                    threads,
+                    shared_bytes,
+                    cost,
+                    &mut [
+                        from_mut(&mut { self.choice.address() }).cast(),
+                        from_mut(&mut { layer }).cast(),
+                        from_mut(&mut { int(tokens) }).cast(),
+                        from_mut(&mut { int(downs) }).cast(),
+                        from_mut(&mut { activated }).cast(),
+                        from_mut(&mut { out.address() + (first * hidden * 4) as u64 }).cast(),
+                        from_mut(&mut { int(hidden) }).cast(),
+                    ],
+                )
+            };
         }
         true
     }
 }
 
+/// Arguments are made inside the call: what they point to lives that long and no longer.
+///
 /// # Safety
 /// As [`Stream::launch`].
 unsafe fn launch(

@@ -251,10 +251,9 @@ pub fn moe_shape(hidden: usize, intermediate: usize, [experts, per_token]: [usiz
     }
 }
 
-/// Tokens from which on a GPU rounds the factors of products to f16, and what that adds to a bound: 2^-11 of the terms, whose
-/// errors have either sign.
+/// Tokens from which on a GPU rounds the factors of products to f16, and what that adds to a bound: 2^-11 of each factor.
 pub const MANY: usize = 17;
-pub const HALF_TERMS: usize = 1 << 11;
+pub const HALF_TERMS: usize = 1 << 13;
 
 /// Three stacks of random blocks for the local experts.
 pub fn expert_weights(

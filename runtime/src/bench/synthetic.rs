@@ -1,7 +1,7 @@
 //! Models that exist as sizes only: one rank's share, with random weights that are made on the GPU.
 
 use crate::Error;
-use crate::load::{AttentionWeights, FfnWeights, LayerWeights, QueryWeights, Weights};
+use crate::load::{AttentionWeights, FfnWeights, LayerWeights, QueryWeights, Weights, mla_shape};
 use formats::config::{
     AttentionConfig, FfnConfig, GroupScore, LayerConfig, MoeConfig, RopeConfig, RopePairing, RouterConfig,
     ScoringFunc,
@@ -9,7 +9,7 @@ use formats::config::{
 use formats::{Dtype, ModelConfig};
 use kernels::cuda::synthetic::{Synthesis, Values};
 use kernels::cuda::{Cuda, Tiling, Weight};
-use kernels::shape::{MlaShape, MoeShape};
+use kernels::shape::MoeShape;
 use kernels::{ExpertWeights, MlpWeights, MoeWeights};
 use std::str::FromStr;
 
@@ -171,16 +171,7 @@ impl Make<'_> {
 
     fn attention(&mut self, model: &ModelConfig, heads: usize) -> Result<AttentionWeights<Weight>, Error> {
         let (a, hidden) = (&model.attention, model.hidden_size);
-        let shape = MlaShape {
-            heads,
-            nope: a.qk_nope_head_dim,
-            rope: a.qk_rope_head_dim,
-            v: a.v_head_dim,
-            kv_lora: a.kv_lora_rank,
-            softmax_scale: a.softmax_scale,
-            eps: model.rms_norm_eps,
-            rotary: model.rope.clone(),
-        };
+        let shape = mla_shape(model, heads);
         let query = match a.q_lora_rank {
             Some(rank) => QueryWeights::LowRank {
                 q_a_proj: self.matrix(Dtype::Q4_K, &[rank, hidden])?,
