@@ -116,9 +116,15 @@ impl Fixture {
 
     /// Converts the model into `ranks` rank files under `dir`.
     pub fn convert(&self, dir: &Path, ranks: usize) -> PathBuf {
-        let out = dir.join(format!("{}-{ranks}", self.name));
+        self.convert_as("ggml", dir, ranks)
+    }
+
+    /// The same in a layout of choice.
+    pub fn convert_as(&self, layout: &str, dir: &Path, ranks: usize) -> PathBuf {
+        let out = dir.join(format!("{}-{ranks}-{layout}", self.name));
         let arguments = ["convert".as_ref(), self.gguf.as_os_str(), out.as_os_str()];
-        success(Command::new(program("shardmill")).args(arguments).args(["--ranks", &ranks.to_string()]));
+        let options = ["--ranks", &ranks.to_string(), "--layout", layout];
+        success(Command::new(program("shardmill")).args(arguments).args(options));
         out
     }
 }

@@ -213,9 +213,11 @@ fn a_gpu_gives_the_oracles_answers_on_any_number_of_ranks() {
     for fixture in fixtures() {
         let chats = fixture.chats();
         let oracles: Vec<OracleLogits> = (0..chats.len()).map(|i| fixture.chat_logits(i)).collect();
-        for ranks in [1, 3, 8] {
+        for (ranks, layout) in
+            [1, 3, 8].into_iter().flat_map(|ranks| ["ggml", "mma16"].map(|layout| (ranks, layout)))
+        {
             let temp = TempDir::new().unwrap();
-            let dir = fixture.convert(temp.path(), ranks);
+            let dir = fixture.convert_as(layout, temp.path(), ranks);
             let mut runner = on(device.clone(), &dir, Arithmetic::Fast);
             let found: Vec<_> = oracles.iter().map(|oracle| rows(&mut runner, oracle)).collect();
             drop(runner);
@@ -231,10 +233,10 @@ fn a_gpu_gives_the_oracles_answers_on_any_number_of_ranks() {
                 .map(|(found, oracle)| largest_difference(found, &oracle.rows))
                 .fold(0.0, f32::max);
             eprintln!(
-                "{} at {ranks} ranks, cuda: mean KL {mean:.2e}, max difference {difference:.2e}",
+                "{} at {ranks} ranks, {layout}, cuda: mean KL {mean:.2e}, max difference {difference:.2e}",
                 fixture.name
             );
-            assert!(mean <= 2e-3, "{} at {ranks} ranks: mean KL {mean}", fixture.name);
+            assert!(mean <= 2e-3, "{} at {ranks} ranks, {layout}: mean KL {mean}", fixture.name);
             let options = EngineOptions { device: device.clone(), verify: true, ..EngineOptions::default() };
             expect_greedy_answers_with(&dir, &options, &chats);
         }
