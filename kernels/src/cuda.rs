@@ -244,7 +244,7 @@ impl Cuda {
     /// Takes a weight whose blocks are in the order of `tiling`.
     ///
     /// # Errors
-    /// As [`Backend::weight`].
+    /// As [`Cuda::weight_in`].
     pub fn tiled_weight(&self, view: &TensorView, tiling: Tiling) -> Result<Weight, Error> {
         let weight = Weight::alone(&self.stream, view, tiling)?;
         self.prepare(weight.form)?;
