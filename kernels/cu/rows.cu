@@ -98,3 +98,47 @@ sum_visits(const float *y, const float *choice, float *out, int width, int per_t
     }
     out[(u64)t * width + i] = sum;
 }
+
+// out [tokens, rows] = w [rows, columns] x [tokens, columns], all f32 and columns a multiple of 4: the router, whose choice must not
+// depend on rounding. A thread has 4 tokens x 4 rows; grid (rows / 64, tokens / 64)
+#define SIDE 64
+#define STEP 32
+KERNEL(THREADS) f32_product(const float *w, const float *x, float *out, int rows, int columns, int tokens) {
+    __shared__ __align__(16) float xs[STEP][SIDE + 4], ws[STEP][SIDE + 4];
+    int first_row = blockIdx.x * SIDE, first_token = blockIdx.y * SIDE;
+    int line = threadIdx.x / 4, part = threadIdx.x % 4 * 8;
+    int token = threadIdx.x / 16 * 4, row = threadIdx.x % 16 * 4;
+    const float *from_x = x + (u64)min(first_token + line, tokens - 1) * columns;
+    const float *from_w = w + (u64)min(first_row + line, rows - 1) * columns;
+    float sums[4][4] = {};
+    for (int k = 0; k < columns; k += STEP) {
+        __syncthreads();
+#pragma unroll
+        for (int half = 0; half < 8; half += 4) {
+            int column = k + part + half;
+            float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float4 a = column < columns ? *(const float4 *)(from_x + column) : zero;
+            float4 b = column < columns ? *(const float4 *)(from_w + column) : zero;
+            xs[part + half][line] = a.x, xs[part + half + 1][line] = a.y;
+            xs[part + half + 2][line] = a.z, xs[part + half + 3][line] = a.w;
+            ws[part + half][line] = b.x, ws[part + half + 1][line] = b.y;
+            ws[part + half + 2][line] = b.z, ws[part + half + 3][line] = b.w;
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int i = 0; i < STEP; i++) {
+            float4 a = *(const float4 *)&xs[i][token], b = *(const float4 *)&ws[i][row];
+            float t[4] = {a.x, a.y, a.z, a.w}, r[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) sums[m][n] = fmaf(t[m], r[n], sums[m][n]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            if (first_token + token + m < tokens && first_row + row + n < rows)
+                out[(u64)(first_token + token + m) * rows + first_row + row + n] = sums[m][n];
+}

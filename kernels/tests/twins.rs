@@ -84,6 +84,7 @@ fn matmul_of_more_rows_than_one_pass_takes() {
         check_matmul(&mut random, dtype, [257, cols[1], 129]);
     }
     check_matmul(&mut Random(3), Dtype::F32, [16, 22, 513]);
+    check_matmul(&mut Random(3), Dtype::F32, [70, 36, 130]);
 }
 
 #[test]

@@ -167,7 +167,9 @@ impl Backend for Cuda {
         if self.gemm(w, rows).is_some() {
             return self.products(&[w], x, rows, &mut [out]);
         }
-        if self.few_products(&[w], x, rows, &[out], None) {
+        if self.few_products(&[w], x, rows, &[out], None)
+            || self.rows.f32_product(&self.stream, w, x, rows, out)
+        {
             return;
         }
         self.linear(w).matmul(&self.stream, w, x, rows, out);

@@ -9,6 +9,7 @@ use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
 use super::kernels::{grid, int, launch};
 use super::{Buffer, CudaError, Weight};
 use crate::shape::MoeShape;
+use formats::Dtype;
 use std::ptr::from_mut;
 
 /// From this many tokens on products are made on tensor cores.
@@ -123,6 +124,7 @@ pub(super) struct RowKernels {
     swiglu_to_half: Kernel,
     group_visits: Kernel,
     sum_visits: Kernel,
+    f32_product: Kernel,
 }
 
 impl RowKernels {
@@ -135,7 +137,34 @@ impl RowKernels {
             swiglu_to_half: kernel("swiglu_to_half")?,
             group_visits: kernel("group_visits")?,
             sum_visits: kernel("sum_visits")?,
+            f32_product: kernel("f32_product")?,
         })
+    }
+
+    /// `out` `[tokens, w.rows]` = `w` `x` `[tokens, w.cols]`, all f32 and as exact as that is. `false`, and nothing done, for other
+    /// weights and for few tokens.
+    pub(super) fn f32_product(
+        &self,
+        stream: &Stream,
+        w: &Weight,
+        x: &Buffer,
+        tokens: usize,
+        out: &Buffer,
+    ) -> bool {
+        /// As in rows.cu.
+        const SIDE: usize = 64;
+        let aligned = w.cols.is_multiple_of(4) && w.address.is_multiple_of(16);
+        if w.form.dtype != Dtype::F32 || tokens < MANY || !aligned || w.rows == 0 {
+            return false;
+        }
+        x.holds(tokens * w.cols);
+        out.holds(tokens * w.rows);
+        // SAFETY: rows below `w.rows`, columns below `w.cols`, tokens below `tokens`: checked above.
+        unsafe {
+            launch!(stream, self.f32_product, [w.rows.div_ceil(SIDE), tokens.div_ceil(SIDE), 1], THREADS, 0, w.cost(w.rows);
+                w.address, x.address(), out.address(), int(w.rows), int(w.cols), int(tokens));
+        }
+        true
     }
 
     /// `out` = `x` `[rows, width]`
