@@ -38,6 +38,7 @@ use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
 use std::sync::{Arc, OnceLock};
 use step::{BUCKETS, StepMemory};
 use weight::{Storage, storage};
+use zerocopy::IntoBytes;
 
 /// Types in both tilings.
 const FORMS: usize = 2 * compile::WEIGHT_TYPES.len();
@@ -419,7 +420,7 @@ impl Cuda {
         }
         let made = Buffer::new(self.stream.device(), values.len(), "a rotary table");
         let buffer = self.stream.record(made)?;
-        self.stream.write(&buffer.memory, 0, &bytes_of(values));
+        self.stream.write(&buffer.memory, 0, values.as_bytes());
         self.rotary.push((values.to_vec(), buffer));
         Some(self.rotary.len() - 1)
     }
@@ -431,8 +432,4 @@ fn stored_as(dtype: Dtype) -> Dtype {
         Storage::Own => dtype,
         Storage::As(other) => other,
     }
-}
-
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }

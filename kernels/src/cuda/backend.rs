@@ -4,13 +4,14 @@ use super::attention::{self, Attention};
 use super::decode::Moe;
 use super::driver::Memory;
 use super::weight::{Storage, bf16, storage};
-use super::{Buffer, Cache, Cuda, MOST_ROWS, Pieces, Recording, Scratch, Tiling, Weight, bytes_of};
+use super::{Buffer, Cache, Cuda, MOST_ROWS, Pieces, Recording, Scratch, Tiling, Weight};
 use crate::backend::moe_in_parts;
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::{BLOCK_TOKENS, Step};
 use crate::{Backend, Error, ExpertWeights, MlpWeights, MoeBuffers, MoeWeights, Pass, StepLimits, StepRows};
 use formats::{Dtype, TensorView};
 use std::ops::Range;
+use zerocopy::IntoBytes;
 
 impl Backend for Cuda {
     type Weight = Weight;
@@ -45,17 +46,13 @@ impl Backend for Cuda {
         buffer.holds(values.len());
         // It may be the one that they were made of.
         self.prepared.of = None;
-        self.stream.write(&buffer.memory, 0, &bytes_of(values));
+        self.stream.write(&buffer.memory, 0, values.as_bytes());
     }
 
     fn read(&mut self, buffer: &Buffer, range: Range<usize>, values: &mut [f32]) {
         buffer.holds(range.end);
         assert_eq!(range.len(), values.len(), "room for the values");
-        let mut bytes = vec![0; values.len() * 4];
-        self.stream.read(&buffer.memory, range.start * 4, &mut bytes);
-        for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
-            *value = f32::from_ne_bytes(*bytes);
-        }
+        self.stream.read(&buffer.memory, range.start * 4, values.as_mut_bytes());
     }
 
     fn write_cache(&mut self, cache: &mut Cache, values: &[f32]) {

@@ -5,6 +5,7 @@ use super::{Cache, CudaError};
 use crate::step::{BLOCK_TOKENS, Step};
 use crate::{StepLimits, StepRows};
 use std::sync::Arc;
+use zerocopy::IntoBytes;
 
 /// Sizes of steps that are recorded: others are rounded up to the next where there is one.
 pub(super) const BUCKETS: [usize; 5] = [1, 2, 4, 8, 16];
@@ -97,10 +98,7 @@ impl StepMemory {
         self.rows = StepRows { rows, logit_rows };
         self.pack(step);
         let bytes = self.words.len() * 4;
-        let staging = self.staging.fill()?;
-        for (to, word) in staging.chunks_exact_mut(4).zip(&self.words) {
-            to.copy_from_slice(&word.to_ne_bytes());
-        }
+        self.staging.fill()?[..bytes].copy_from_slice(self.words.as_bytes());
         self.staging.send(0, bytes, stream, &self.memory, 0);
         Ok(grown)
     }
