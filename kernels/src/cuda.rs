@@ -31,7 +31,7 @@ use crate::{Error, ExpertWeights};
 use attention::{Attention, Pieces};
 use compile::Form;
 use decode::{Decode, Prepared};
-use driver::{Device, Graph, Memory, Stream};
+use driver::{Device, Event, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
 use kernels::{Linear, Ops};
 use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
@@ -69,6 +69,8 @@ pub struct Cuda {
     recordings: [Recording; BUCKETS.len()],
     /// Which is being recorded.
     recording: Option<usize>,
+    /// Before and after the work of a step, where somebody wants to know.
+    timer: Option<[Event; 2]>,
 }
 
 /// Working memory, as large as the largest step so far.
@@ -194,6 +196,7 @@ impl Cuda {
             rotary: Vec::new(),
             recordings: Default::default(),
             recording: None,
+            timer: None,
             stream,
         })
     }
@@ -221,6 +224,29 @@ impl Cuda {
         }
         units.extend(attention::widths(device, shape).map(compile::Unit::attention));
         compile::Unit::prepare(&units, &architecture);
+    }
+
+    /// From now on [`Cuda::step_milliseconds`] knows how long a step took.
+    ///
+    /// # Errors
+    /// The device's refusal.
+    pub fn time_steps(&mut self) -> Result<(), Error> {
+        let event = || Event::new(self.device());
+        self.timer = Some([event()?, event()?]);
+        Ok(())
+    }
+
+    /// How long the device worked on the last step, once that is finished: from its first operation to its logits.
+    pub fn step_milliseconds(&self) -> Option<f32> {
+        let [start, end] = self.timer.as_ref()?;
+        end.milliseconds_since(start).ok()
+    }
+
+    /// Marks the beginning (0) or end (1) of a step.
+    fn mark(&self, which: usize) {
+        if let Some(timer) = &self.timer {
+            timer[which].record(&self.stream);
+        }
     }
 
     /// Takes a weight that lies at `offset` of `arena`. Where its type has no kernel, `view` is converted and copied.

@@ -95,6 +95,8 @@ pub struct Row {
     pub tokens: usize,
     /// Milliseconds of a step, or of the prompt: the median.
     pub ms: f64,
+    /// Milliseconds of these that the GPU worked: the median, or the sum over a prompt's steps.
+    pub gpu_ms: Option<f64>,
     /// Tokens in a second, over all sequences.
     pub tokens_per_s: f64,
     /// Bytes of weights and cache that a step has to read.
@@ -136,7 +138,10 @@ pub fn run(
     progress("loading");
     let mut bench = Bench::open(subject, options)?;
     let rate = match &mut bench.runner {
-        Runner::One(model) => Some(copy_rate(model.backend()).map_err(kernels::Error::from)?),
+        Runner::One(model) => {
+            model.backend_mut().time_steps()?;
+            Some(copy_rate(model.backend()).map_err(kernels::Error::from)?)
+        }
         Runner::Group(_) => None,
     };
     let mut report = Report {
@@ -183,23 +188,31 @@ pub fn run(
 impl Row {
     fn new(
         [batch, tokens]: [usize; 2],
-        time: Duration,
+        Times { wall, gpu }: Times,
         produced: usize,
         bytes: Option<u64>,
         rate: Option<f64>,
     ) -> Self {
-        let seconds = time.as_secs_f64();
+        let seconds = wall.as_secs_f64();
         let per_s = bytes.map(|bytes| bytes as f64 / seconds);
         Self {
             batch,
             tokens,
             ms: seconds * 1e3,
+            gpu_ms: gpu.map(|gpu| gpu.as_secs_f64() * 1e3),
             tokens_per_s: produced as f64 / seconds,
             bytes,
             gb_per_s: per_s.map(|per_s| per_s / 1e9),
             share_of_copy: per_s.zip(rate).map(|(per_s, rate)| per_s / rate),
         }
     }
+}
+
+/// How long something took: in all, and on the GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Times {
+    wall: Duration,
+    gpu: Option<Duration>,
 }
 
 /// Something that runs steps.
@@ -347,8 +360,19 @@ impl Bench {
         }
     }
 
+    fn timed_step(&mut self) -> Result<Times, Error> {
+        let start = Instant::now();
+        self.step()?;
+        let wall = start.elapsed();
+        let gpu = match &self.runner {
+            Runner::One(model) => model.backend().step_milliseconds(),
+            Runner::Group(_) => None,
+        };
+        Ok(Times { wall, gpu: gpu.map(|ms| Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3)) })
+    }
+
     /// The median time of a step.
-    fn decode(&mut self, batch: usize, context: usize, steps: usize) -> Result<Duration, Error> {
+    fn decode(&mut self, batch: usize, context: usize, steps: usize) -> Result<Times, Error> {
         /// Steps that make memory, record, and repeat for the first time.
         const WARM_UP: usize = 3;
         let per_sequence = BlockPool::blocks_for(context + steps + WARM_UP);
@@ -360,30 +384,31 @@ impl Bench {
                 let blocks = &self.blocks[sequence * per_sequence..][..per_sequence];
                 self.batch.push(&[token], context + step, blocks, Logits::Last);
             }
-            let start = Instant::now();
-            self.step()?;
+            let times_of_step = self.timed_step()?;
             if step >= WARM_UP {
-                times.push(start.elapsed());
+                times.push(times_of_step);
             }
         }
         Ok(median(&mut times))
     }
 
     /// The time of a whole prompt, up to its last token's logits.
-    fn prefill(&mut self, tokens: usize, chunk: usize) -> Result<Duration, Error> {
+    fn prefill(&mut self, tokens: usize, chunk: usize) -> Result<Times, Error> {
         let ids: Vec<u32> =
             (0..tokens).map(|i| u32::try_from(i * 104_729 % self.vocab_size).unwrap_or(0)).collect();
-        let start = Instant::now();
+        let mut times = Times::default();
         let mut cached = 0;
         for part in ids.chunks(chunk) {
             self.batch.clear();
             let last = cached + part.len() == tokens;
             let blocks = &self.blocks[..BlockPool::blocks_for(cached + part.len())];
             self.batch.push(part, cached, blocks, if last { Logits::Last } else { Logits::None });
-            self.step()?;
+            let step = self.timed_step()?;
+            times.wall += step.wall;
+            times.gpu = step.gpu.map(|gpu| times.gpu.unwrap_or_default() + gpu);
             cached += part.len();
         }
-        Ok(start.elapsed())
+        Ok(times)
     }
 
     /// What the kernels of the last step of `run` took; `None` where they cannot be timed.
@@ -417,7 +442,7 @@ fn name_of(gpu: &Gpu) -> String {
     format!("GPU {} ({})", gpu.ordinal(), gpu.name())
 }
 
-fn median(times: &mut [Duration]) -> Duration {
+fn median(times: &mut [Times]) -> Times {
     times.sort_unstable();
     times.get(times.len() / 2).copied().unwrap_or_default()
 }

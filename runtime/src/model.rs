@@ -86,6 +86,11 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
         &self.backend
     }
 
+    /// Its device, to be told something.
+    pub fn backend_mut(&mut self) -> &mut B {
+        &mut self.backend
+    }
+
     /// Vocabulary rows whose logits this rank computes.
     pub fn logit_rows(&self) -> Range<usize> {
         self.weights.logit_rows.clone()

@@ -97,11 +97,13 @@ impl Backend for Cuda {
     }
 
     fn begin_pass(&mut self, repeatable: bool) -> Pass {
+        self.mark(0);
         let repeatable = repeatable && !self.stream.is_tracing();
         let Some(bucket) = self.step.bucket().filter(|_| repeatable) else { return Pass::Run };
         match &mut self.recordings[bucket] {
             Recording::Made(graph) => {
                 self.stream.run(graph);
+                self.mark(1);
                 return Pass::Done;
             }
             Recording::Warm => {
@@ -114,12 +116,13 @@ impl Backend for Cuda {
     }
 
     fn end_pass(&mut self) {
-        let Some(bucket) = self.recording.take() else { return };
+        let Some(bucket) = self.recording.take() else { return self.mark(1) };
         let ended = self.stream.end_capture();
         if let Some(graph) = self.stream.record(ended) {
             self.stream.run(&graph);
             self.recordings[bucket] = Recording::Made(graph);
         }
+        self.mark(1);
     }
 
     fn finish(&mut self) -> Result<(), Error> {

@@ -140,16 +140,17 @@ fn table(report: &Report) -> String {
         line(
             &mut text,
             format!(
-                "{title:8} {:>5} {tokens:>8} {:>10} {:>10} {:>9} {:>7} {:>6}",
-                "batch", "ms", "tokens/s", "MB", "GB/s", "share"
+                "{title:8} {:>5} {tokens:>8} {:>10} {:>10} {:>10} {:>9} {:>7} {:>6}",
+                "batch", "ms", "ms on GPU", "tokens/s", "MB", "GB/s", "share"
             ),
         );
-        for Row { batch, tokens, ms, tokens_per_s, bytes, gb_per_s, share_of_copy } in rows {
+        for Row { batch, tokens, ms, gpu_ms, tokens_per_s, bytes, gb_per_s, share_of_copy } in rows {
+            let gpu = gpu_ms.map_or(String::new(), |ms| format!("{ms:.3}"));
             let mb = bytes.map_or(String::new(), |bytes| format!("{:.1}", bytes as f64 / 1e6));
             let gb = gb_per_s.map_or(String::new(), |gb| format!("{gb:.0}"));
             let share = share_of_copy.map_or(String::new(), |share| format!("{:.0} %", share * 100.0));
             let row = format!(
-                "{:8} {batch:>5} {tokens:>8} {ms:>10.3} {tokens_per_s:>10.1} {mb:>9} {gb:>7} {share:>6}",
+                "{:8} {batch:>5} {tokens:>8} {ms:>10.3} {gpu:>10} {tokens_per_s:>10.1} {mb:>9} {gb:>7} {share:>6}",
                 ""
             );
             line(&mut text, row);
