@@ -21,7 +21,9 @@ mod workers;
 pub use isa::Isa;
 pub use weight::Weight;
 
-use crate::shape::{MlaShape, MoeShape, Span};
+use crate::backend::{StepLimits, StepRows};
+use crate::shape::{MlaShape, MoeShape};
+use crate::step::Step;
 use crate::{Backend, Error, ExpertWeights, HostBuffer};
 use attention::Attention;
 use elementwise::{RmsNorm, SwiGlu};
@@ -40,6 +42,7 @@ use workers::{Workers, grown};
 pub struct Cpu {
     isa: Proven,
     workers: Workers,
+    step: Step,
     /// A product before its rows are put together.
     tiles: Vec<f32>,
     /// A decoded 1-D weight.
@@ -70,6 +73,7 @@ impl Cpu {
         Ok(Self {
             isa,
             workers: Workers::new(threads)?,
+            step: Step::default(),
             tiles: Vec::new(),
             vector: Vec::new(),
             angles: rotary::Angles::default(),
@@ -82,6 +86,7 @@ impl Cpu {
 impl Backend for Cpu {
     type Weight = Weight;
     type Buffer = HostBuffer;
+    type Cache = HostBuffer;
 
     fn weight(&self, view: TensorView) -> Result<Weight, Error> {
         Weight::new(view)
@@ -99,7 +104,29 @@ impl Backend for Cpu {
         values.copy_from_slice(&buffer.values()[range]);
     }
 
-    fn embed(&mut self, table: &Weight, first_row: usize, tokens: &[u32], out: &mut HostBuffer) {
+    fn cache(&mut self, slots: usize, width: usize) -> Result<HostBuffer, Error> {
+        Ok(HostBuffer::zeros(slots * width))
+    }
+
+    fn write_cache(&mut self, cache: &mut HostBuffer, values: &[f32]) {
+        self.write(cache, values);
+    }
+
+    fn read_cache(&mut self, cache: &HostBuffer, values: &mut [f32]) {
+        self.read(cache, 0..values.len(), values);
+    }
+
+    fn reserve(&mut self, _limits: StepLimits) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn begin_step(&mut self, step: &Step) -> StepRows {
+        self.step.copy_from(step);
+        StepRows::of(step)
+    }
+
+    fn embed(&mut self, table: &Weight, first_row: usize, out: &mut HostBuffer) {
+        let tokens = self.step.tokens();
         let (isa, len) = (self.isa, tokens.len() * table.cols);
         self.workers.chunks(&mut out.values_mut()[..len], table.cols, len, |t, out, _| {
             match (tokens[t] as usize).checked_sub(first_row) {
@@ -153,14 +180,13 @@ impl Backend for Cpu {
         shape: &MlaShape,
         kv: &HostBuffer,
         kv_norm: &Weight,
-        spans: &[Span<'_>],
         q: &mut HostBuffer,
         cache: &mut HostBuffer,
     ) {
         let kv_norm = decoded(&mut self.vector, self.isa, kv_norm);
         let (kv, q, cache) = (kv.values(), q.values_mut(), cache.values_mut());
-        for span in spans {
-            rotary::store(self.isa, shape, kv, kv_norm, span, &mut self.angles, q, cache);
+        for span in self.step.spans() {
+            rotary::store(self.isa, shape, kv, kv_norm, &span, &mut self.angles, q, cache);
         }
     }
 
@@ -170,10 +196,9 @@ impl Backend for Cpu {
         q: &HostBuffer,
         kv_b: &Weight,
         cache: &HostBuffer,
-        spans: &[Span<'_>],
         out: &mut HostBuffer,
     ) {
-        let attention = Attention { shape, q: q.values(), kv_b, cache: cache.values(), spans };
+        let attention = Attention { shape, q: q.values(), kv_b, cache: cache.values(), step: &self.step };
         attention.run(self.isa, &self.workers, &mut self.attention, out.values_mut());
     }
 
@@ -209,9 +234,9 @@ impl Backend for Cpu {
         experts::experts(self.isa, &self.workers, &mut self.experts, shape, experts, x, choice, rows, out);
     }
 
-    fn gather_rows(&mut self, x: &HostBuffer, rows: &[usize], width: usize, out: &mut HostBuffer) {
+    fn gather_logit_rows(&mut self, x: &HostBuffer, width: usize, out: &mut HostBuffer) {
         let x = x.values();
-        for (i, &row) in rows.iter().enumerate() {
+        for (i, &row) in self.step.logit_rows().iter().enumerate() {
             out.values_mut()[i * width..][..width].copy_from_slice(&x[row * width..][..width]);
         }
     }

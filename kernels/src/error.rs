@@ -1,6 +1,7 @@
 //! What a backend can refuse.
 
 use crate::cpu::Isa;
+use crate::cuda::CudaError;
 use formats::Dtype;
 
 /// A device's refusal. Arguments of wrong sizes are mistakes of the caller and panic instead.
@@ -37,4 +38,15 @@ pub enum Error {
         /// The system's answer.
         cause: String,
     },
+    /// A step that is too large.
+    #[error("a step of {found} tokens: expected at most {most} on a GPU; lower --max-num-batched-tokens")]
+    StepRows {
+        /// The most.
+        most: usize,
+        /// What was asked for.
+        found: usize,
+    },
+    /// A GPU.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
 }

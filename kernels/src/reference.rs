@@ -6,19 +6,23 @@
 mod attention;
 mod experts;
 
-use crate::shape::{MlaShape, MoeShape, Span, dims_of};
+use crate::backend::{StepLimits, StepRows};
+use crate::shape::{MlaShape, MoeShape, dims_of};
+use crate::step::Step;
 use crate::{Backend, Error, ExpertWeights, HostBuffer};
 use formats::{TensorView, quant};
 use std::ops::Range;
 
 /// The backend that others are compared with.
 #[derive(Debug, Default)]
-pub struct Reference;
+pub struct Reference {
+    step: Step,
+}
 
 impl Reference {
-    /// The backend; it has no state.
+    /// The backend.
     pub fn new() -> Self {
-        Self
+        Self::default()
     }
 }
 
@@ -81,6 +85,7 @@ impl<'a> Matrix<'a> {
 impl Backend for Reference {
     type Weight = Weight;
     type Buffer = HostBuffer;
+    type Cache = HostBuffer;
 
     fn weight(&self, view: TensorView) -> Result<Weight, Error> {
         let dims = dims_of(&view)?;
@@ -102,9 +107,30 @@ impl Backend for Reference {
         values.copy_from_slice(&buffer.values()[range]);
     }
 
-    fn embed(&mut self, table: &Weight, first_row: usize, tokens: &[u32], out: &mut HostBuffer) {
+    fn cache(&mut self, slots: usize, width: usize) -> Result<HostBuffer, Error> {
+        Ok(HostBuffer::zeros(slots * width))
+    }
+
+    fn write_cache(&mut self, cache: &mut HostBuffer, values: &[f32]) {
+        self.write(cache, values);
+    }
+
+    fn read_cache(&mut self, cache: &HostBuffer, values: &mut [f32]) {
+        self.read(cache, 0..values.len(), values);
+    }
+
+    fn reserve(&mut self, _limits: StepLimits) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn begin_step(&mut self, step: &Step) -> StepRows {
+        self.step.copy_from(step);
+        StepRows::of(step)
+    }
+
+    fn embed(&mut self, table: &Weight, first_row: usize, out: &mut HostBuffer) {
         let table = table.matrix(0);
-        for (t, &token) in tokens.iter().enumerate() {
+        for (t, &token) in self.step.tokens().iter().enumerate() {
             let out = &mut out.values_mut()[t * table.cols..][..table.cols];
             match (token as usize).checked_sub(first_row) {
                 Some(row) if row < table.rows => out.copy_from_slice(table.row(row)),
@@ -145,12 +171,11 @@ impl Backend for Reference {
         shape: &MlaShape,
         kv: &HostBuffer,
         kv_norm: &Weight,
-        spans: &[Span<'_>],
         q: &mut HostBuffer,
         cache: &mut HostBuffer,
     ) {
-        for span in spans {
-            attention::store(shape, kv.values(), &kv_norm.values, span, q.values_mut(), cache.values_mut());
+        for span in self.step.spans() {
+            attention::store(shape, kv.values(), &kv_norm.values, &span, q.values_mut(), cache.values_mut());
         }
     }
 
@@ -160,11 +185,10 @@ impl Backend for Reference {
         q: &HostBuffer,
         kv_b: &Weight,
         cache: &HostBuffer,
-        spans: &[Span<'_>],
         out: &mut HostBuffer,
     ) {
-        for span in spans {
-            attention::attention(shape, q.values(), kv_b.matrix(0), cache.values(), span, out.values_mut());
+        for span in self.step.spans() {
+            attention::attention(shape, q.values(), kv_b.matrix(0), cache.values(), &span, out.values_mut());
         }
     }
 
@@ -196,8 +220,8 @@ impl Backend for Reference {
         out.values_mut()[..sum.len()].copy_from_slice(&sum);
     }
 
-    fn gather_rows(&mut self, x: &HostBuffer, rows: &[usize], width: usize, out: &mut HostBuffer) {
-        for (i, &row) in rows.iter().enumerate() {
+    fn gather_logit_rows(&mut self, x: &HostBuffer, width: usize, out: &mut HostBuffer) {
+        for (i, &row) in self.step.logit_rows().iter().enumerate() {
             let from = &x.values()[row * width..][..width];
             out.values_mut()[i * width..][..width].copy_from_slice(from);
         }

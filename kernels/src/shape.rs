@@ -1,8 +1,8 @@
 //! Argument structs of the operations: what does not change from step to step, and what a batch is.
 
 use crate::Error;
-use formats::TensorView;
 use formats::config::{RopeConfig, RouterConfig};
+use formats::{Shape, TensorView};
 use std::ops::Range;
 
 /// One rank's share of multi-head latent attention.
@@ -74,41 +74,18 @@ pub struct MoeShape {
     pub router: RouterConfig,
 }
 
-/// Tokens of one cache block. Blocks are the unit in which a sequence's cache is laid out.
-pub const BLOCK_TOKENS: usize = 64;
-
-/// One sequence's part of a batch.
-#[derive(Clone, Debug)]
-pub struct Span<'a> {
-    /// Its rows in the batch, consecutive.
-    pub rows: Range<usize>,
-    /// Tokens of this sequence that are already in the cache: the position of its first row.
-    pub cached: usize,
-    /// Cache blocks in order: position `p` lives in `blocks[p / BLOCK_TOKENS]` at `p % BLOCK_TOKENS`. Long enough for all rows.
-    pub blocks: &'a [u32],
-    /// Which form attention takes.
-    pub form: MlaForm,
-}
-
-impl Span<'_> {
-    /// Position of the batch's row `row`, which must be one of this span's.
-    pub fn position(&self, row: usize) -> usize {
-        self.cached + (row - self.rows.start)
-    }
-
-    /// Cache slot of position `position`: block times [`BLOCK_TOKENS`] plus the place in it.
-    pub fn slot(&self, position: usize) -> usize {
-        self.blocks[position / BLOCK_TOKENS] as usize * BLOCK_TOKENS + position % BLOCK_TOKENS
-    }
-}
-
 /// A weight's dimensions as `[experts, rows, cols]`; those that it lacks are 1.
 pub(crate) fn dims_of(view: &TensorView) -> Result<[usize; 3], Error> {
+    dims(view.shape())
+}
+
+/// The same of a shape alone.
+pub(crate) fn dims(shape: &Shape) -> Result<[usize; 3], Error> {
     let refusal = || Error::WeightShape {
         expected: "1 to 3 dimensions that this machine can address",
-        found: view.shape().to_string(),
+        found: shape.to_string(),
     };
-    let given = view.shape().dims();
+    let given = shape.dims();
     let mut dims = [1; 3];
     let first = dims.len().checked_sub(given.len()).ok_or_else(refusal)?;
     for (dim, &given) in dims[first..].iter_mut().zip(given) {

@@ -6,7 +6,7 @@ mod support;
 use formats::Dtype;
 use formats::config::RopePairing;
 use kernels::cpu::Cpu;
-use kernels::shape::{BLOCK_TOKENS, MlaForm, Span};
+use kernels::step::{BLOCK_TOKENS, LogitRows, MlaForm, Step};
 use kernels::{Backend, ExpertWeights};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -58,31 +58,34 @@ fn a_second_step_allocates_nothing() {
     assert_eq!(ALLOCATIONS.get() - before, 1, "the counter counts");
 
     let w = b.weight(random.weight(Dtype::Q4_K, &[40, 768])).unwrap();
-    let x = buffer(&random.values(ROWS * 768));
+    let x = buffer(b, &random.values(ROWS * 768));
     let mut out = b.zeros(ROWS * 768).unwrap();
     let norm = b.weight(random.weight(Dtype::F32, &[768])).unwrap();
     allocates_nothing("matmul", || b.matmul(&w, &x, ROWS, &mut out));
-    allocates_nothing("embed", || b.embed(&w, 3, &[1, 5, 20], &mut out));
+    let mut step = Step::default();
+    let tokens: Vec<u32> = (0..ROWS as u32).collect();
+    step.push_as(MlaForm::Materialised, &tokens[..66], 10, &[2, 0], LogitRows::Last);
+    step.push_as(MlaForm::Absorbed, &tokens[66..], 100, &[1, 3], LogitRows::All);
+    allocates_nothing("begin_step", || {
+        b.begin_step(&step);
+    });
+    allocates_nothing("embed", || b.embed(&w, 3, &mut out));
     allocates_nothing("rms_norm", || b.rms_norm(&x, ROWS, &norm, 1e-5, &mut out));
     allocates_nothing("swiglu", || b.swiglu(&mut out, &x, ROWS, 768));
     allocates_nothing("add", || b.add(&mut out, &x, ROWS, 768));
-    allocates_nothing("gather_rows", || b.gather_rows(&x, &[3, 1], 768, &mut out));
+    allocates_nothing("gather_rows", || b.gather_logit_rows(&x, 768, &mut out));
 
     let shape = mla_shape(5, [32, 16, 24, 64], RopePairing::Interleaved);
-    let mut q = buffer(&random.values(ROWS * shape.q_width()));
-    let kv = buffer(&random.values(ROWS * shape.cache_width()));
-    let mut cache = b.zeros(4 * BLOCK_TOKENS * shape.cache_width()).unwrap();
+    let mut q = buffer(b, &random.values(ROWS * shape.q_width()));
+    let kv = buffer(b, &random.values(ROWS * shape.cache_width()));
+    let mut cache = b.cache(4 * BLOCK_TOKENS, shape.cache_width()).unwrap();
     let kv_norm = b.weight(random.weight(Dtype::F32, &[shape.kv_lora])).unwrap();
     let kv_b = b.weight(random.bf16(0.2, &[shape.kv_b_rows(), shape.kv_lora])).unwrap();
-    let spans = [
-        Span { rows: 0..66, cached: 10, blocks: &[2, 0], form: MlaForm::Materialised },
-        Span { rows: 66..ROWS, cached: 100, blocks: &[1, 3], form: MlaForm::Absorbed },
-    ];
-    allocates_nothing("mla_store", || b.mla_store(&shape, &kv, &kv_norm, &spans, &mut q, &mut cache));
-    allocates_nothing("mla_attention", || b.mla_attention(&shape, &q, &kv_b, &cache, &spans, &mut out));
+    allocates_nothing("mla_store", || b.mla_store(&shape, &kv, &kv_norm, &mut q, &mut cache));
+    allocates_nothing("mla_attention", || b.mla_attention(&shape, &q, &kv_b, &cache, &mut out));
 
     let shape = moe_shape(256, 256, [8, 3]);
-    let logits = buffer(&random.values(ROWS * 8));
+    let logits = buffer(b, &random.values(ROWS * 8));
     let bias = b.weight(random.weight(Dtype::F32, &[8])).unwrap();
     let mut choice = b.zeros(ROWS * 6).unwrap();
     allocates_nothing("route", || b.route(&shape, &logits, Some(&bias), ROWS, &mut choice));

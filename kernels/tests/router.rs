@@ -4,36 +4,34 @@
 mod support;
 
 use formats::config::{GroupScore, RouterConfig, ScoringFunc};
-use kernels::cpu::Cpu;
+use kernels::Backend;
 use kernels::reference::Reference;
 use kernels::shape::MoeShape;
-use kernels::{Backend, HostBuffer};
 use support::*;
 
-fn run<B: Backend<Buffer = HostBuffer>>(
-    b: &mut B,
-    shape: &MoeShape,
-    logits: &[f32],
-    bias: Option<&[f32]>,
-) -> Vec<f32> {
+fn run<B: Backend>(b: &mut B, shape: &MoeShape, logits: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
     let rows = logits.len() / shape.n_routed_experts;
     let bias = bias.map(|bias| b.weight(f32_weight(&[bias.len()], bias)).unwrap());
-    let mut choice = fenced(&vec![f32::INFINITY; rows * 2 * shape.num_experts_per_tok]);
-    b.route(shape, &fenced(logits), bias.as_ref(), rows, &mut choice);
-    choice.values()[..rows * 2 * shape.num_experts_per_tok].to_vec()
+    let mut found = vec![f32::INFINITY; rows * 2 * shape.num_experts_per_tok];
+    let (logits, mut choice) = (fenced(b, logits), fenced(b, &found));
+    b.route(shape, &logits, bias.as_ref(), rows, &mut choice);
+    b.read(&choice, 0..found.len(), &mut found);
+    b.finish().unwrap();
+    found
 }
 
 /// Checks one token on both backends: ids exactly, weights to the last few bits.
 #[track_caller]
 fn by_hand(shape: &MoeShape, logits: &[f32], bias: Option<&[f32]>, ids: &[f32], weights: &[f32]) {
-    for (name, found) in [
-        ("reference", run(&mut Reference::new(), shape, logits, bias)),
-        ("cpu", run(&mut Cpu::new(1).unwrap(), shape, logits, bias)),
-    ] {
+    let check = |name: &str, found: Vec<f32>| {
         let (found_ids, found_weights) = found.split_at(ids.len());
         assert_eq!(found_ids, ids, "{name}");
         close(name, found_weights, weights, 1, |i| weights[i]);
-    }
+    };
+    check("reference", run(&mut Reference::new(), shape, logits, bias));
+    each_backend!(|name, b| {
+        check(&name, run(b, shape, logits, bias));
+    });
 }
 
 /// No normalisation and no scale, so that weights are scores.
@@ -60,14 +58,15 @@ fn softmax_is_over_all_experts() {
     shape.router.scoring_func = ScoringFunc::Softmax;
     // Exponentials 1, 2, 4, 1 over 8, shifted beyond what exp can hold.
     let logits = [1.0f32, 2.0, 4.0, 1.0].map(|v| v.ln() + 90.0);
-    for (name, found) in [
-        ("reference", run(&mut Reference::new(), &shape, &logits, None)),
-        ("cpu", run(&mut Cpu::new(1).unwrap(), &shape, &logits, None)),
-    ] {
+    let check = |name: &str, found: Vec<f32>| {
         assert_eq!(found[..2], [2.0, 1.0], "{name}");
         // The shift costs seven bits of the logits.
         close(name, &found[2..], &[0.5, 0.25], 120, |_| 1.0);
-    }
+    };
+    check("reference", run(&mut Reference::new(), &shape, &logits, None));
+    each_backend!(|name, b| {
+        check(&name, run(b, &shape, &logits, None));
+    });
 }
 
 #[test]
@@ -129,13 +128,15 @@ fn nan_logits_choose_distinct_experts_and_stay_visible() {
             for logits in [[nan; 6], [0.0, nan, nan, nan, 1.0, nan], [nan, nan, f32::INFINITY, nan, nan, nan]]
             {
                 let reference = run(&mut Reference::new(), &shape, &logits, None);
-                let cpu = run(&mut Cpu::new(1).unwrap(), &shape, &logits, None);
-                assert_eq!(cpu[..3], reference[..3], "{logits:?}");
-                let mut ids = cpu[..3].to_vec();
-                ids.sort_by(f32::total_cmp);
-                ids.dedup();
-                assert!(ids.len() == 3 && ids.iter().all(|id| (0.0..6.0).contains(id)), "{ids:?}");
-                assert!(cpu[3..].iter().any(|weight| weight.is_nan()), "{logits:?}: {cpu:?}");
+                each_backend!(|name, b| {
+                    let found = run(b, &shape, &logits, None);
+                    assert_eq!(found[..3], reference[..3], "{name}: {logits:?}");
+                    let mut ids = found[..3].to_vec();
+                    ids.sort_by(f32::total_cmp);
+                    ids.dedup();
+                    assert!(ids.len() == 3 && ids.iter().all(|id| (0.0..6.0).contains(id)), "{ids:?}");
+                    assert!(found[3..].iter().any(|weight| weight.is_nan()), "{name}: {logits:?}: {found:?}");
+                });
             }
         }
     }
@@ -157,15 +158,15 @@ fn random_logits_agree_with_the_twin() {
                 let bias = random.values(experts);
                 for bias in [None, Some(&bias[..])] {
                     let expected = run(&mut Reference::new(), &shape, &logits, bias);
-                    for (isa, mut cpu) in cpus(1) {
-                        let found = run(&mut cpu, &shape, &logits, bias);
-                        let what = format!("{shape:?}, {isa}");
+                    each_backend!(|name, b| {
+                        let found = run(b, &shape, &logits, bias);
+                        let what = format!("{shape:?}, {name}");
                         close(&what, &found, &expected, per_token, |i| expected[i].abs());
                         let ids = |choice: &[f32]| -> Vec<f32> {
                             choice.chunks(2 * per_token).flat_map(|c| &c[..per_token]).copied().collect()
                         };
                         same_bits(&what, &ids(&found), &ids(&expected));
-                    }
+                    });
                 }
             }
         }

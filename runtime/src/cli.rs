@@ -1,5 +1,6 @@
 //! The command line.
 
+mod bench;
 mod generate;
 mod logits;
 mod reference;
@@ -9,6 +10,7 @@ use clap::builder::FalseyValueParser;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use indicatif::ProgressBar;
+use runtime::device::{CommunicatorChoice, Device, DeviceOptions, LoadMode, ordinals};
 use runtime::engine::{Arithmetic, Engine, EngineOptions};
 use runtime::scheduler::PrefixCache;
 use std::io::Write;
@@ -29,6 +31,7 @@ Examples:
   shardrun serve ./glm-5                          OpenAI-compatible HTTP on 127.0.0.1:8000
   shardrun generate ./glm-5 --prompt 'What is 2+2?'
   shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors
+  shardrun bench ./glm-5 --device cuda
   shardrun completions bash > /etc/bash_completion.d/shardrun";
 
 #[derive(Debug, Subcommand)]
@@ -36,6 +39,7 @@ enum Command {
     Serve(serve::Serve),
     Generate(generate::Generate),
     Logits(logits::Logits),
+    Bench(bench::Bench),
     Completions(reference::Completions),
     Man(reference::Man),
 }
@@ -96,6 +100,7 @@ pub(crate) fn run() -> Result<ExitCode, Error> {
         Command::Serve(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Logits(command) => command.run(),
+        Command::Bench(command) => command.run(),
         Command::Completions(command) => command.run(),
         Command::Man(command) => command.run(),
     }
@@ -111,7 +116,7 @@ fn refuse(error: &clap::Error) -> Result<ExitCode, Error> {
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
             Err(Error::Usage(
-                "a command is missing: serve, generate, logits, completions or man; see `shardrun --help`"
+                "a command is missing: serve, generate, logits, bench, completions or man; see `shardrun --help`"
                     .into(),
             ))
         }
@@ -176,6 +181,7 @@ impl EngineArgs {
             arithmetic: self.device.arithmetic(),
             kv_cache_bytes: self.kv_cache_memory,
             prefix_cache: if self.no_enable_prefix_caching { PrefixCache::Off } else { PrefixCache::On },
+            device: self.device.options(),
             verify: self.verify,
             ..EngineOptions::default()
         }
@@ -185,6 +191,18 @@ impl EngineArgs {
 /// What it runs on.
 #[derive(Debug, Args)]
 struct DeviceArgs {
+    /// cpu; cuda: one GPU for each rank; cuda:0,1: these GPUs
+    #[arg(long, env = "SHARDRUN_DEVICE", value_name = "DEVICE", default_value = "cpu", value_parser = |text: &str| text.parse::<Device>())]
+    device: Device,
+    /// GPUs that ranks share, dealt out in turn: 0 puts all ranks on one
+    #[arg(long, env = "SHARDRUN_DEVICES", value_name = "LIST", value_parser = GpuList::read)]
+    devices: Option<GpuList>,
+    /// How rank files are read on their way to a GPU: auto, buffered or direct
+    #[arg(long, env = "SHARDRUN_LOAD_MODE", value_name = "MODE", default_value = "auto", value_parser = |text: &str| text.parse::<LoadMode>())]
+    load_mode: LoadMode,
+    /// How ranks on GPUs add up: auto, local (all on one GPU) or peer (GPUs that write into each other's memory)
+    #[arg(long, env = "SHARDRUN_COMMUNICATOR", value_name = "KIND", default_value = "auto", value_parser = |text: &str| text.parse::<CommunicatorChoice>())]
+    communicator: CommunicatorChoice,
     /// Worker threads over all ranks [default: one for each core]
     #[arg(long, env = "SHARDRUN_THREADS", value_name = "N", value_parser = thread_count)]
     threads: Option<usize>,
@@ -193,7 +211,26 @@ struct DeviceArgs {
     precise: bool,
 }
 
+/// Numbers of GPUs: one value of the command line, not several.
+#[derive(Clone, Debug)]
+struct GpuList(Vec<usize>);
+
+impl GpuList {
+    fn read(text: &str) -> Result<Self, String> {
+        ordinals(text).map(Self)
+    }
+}
+
 impl DeviceArgs {
+    fn options(&self) -> DeviceOptions {
+        DeviceOptions {
+            device: self.device.clone(),
+            shared: self.devices.as_ref().map_or_else(Vec::new, |list| list.0.clone()),
+            load_mode: self.load_mode,
+            communicator: self.communicator,
+        }
+    }
+
     fn arithmetic(&self) -> Arithmetic {
         if self.precise { Arithmetic::Reference } else { Arithmetic::Fast }
     }

@@ -1,5 +1,11 @@
 //! How ranks add up their partial sums.
 
+mod gpu;
+mod peer;
+
+pub use gpu::SharedGpu;
+pub use peer::Peer;
+
 use kernels::{Backend, HostBuffer};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -14,7 +20,10 @@ pub trait Communicator<B: Backend> {
     ///
     /// # Errors
     /// [`PeerStopped`] when another rank will never arrive.
-    fn all_reduce(&mut self, buffer: &mut B::Buffer, len: usize) -> Result<(), PeerStopped>;
+    fn all_reduce(&mut self, backend: &mut B, buffer: &mut B::Buffer, len: usize) -> Result<(), PeerStopped>;
+
+    /// Whether a device may repeat its sums without being asked for each: the host has no part in them.
+    fn is_repeatable(&self) -> bool;
 }
 
 /// Ranks as threads of one process, through ordinary memory.
@@ -43,7 +52,12 @@ impl Local {
 }
 
 impl<B: Backend<Buffer = HostBuffer>> Communicator<B> for Local {
-    fn all_reduce(&mut self, buffer: &mut HostBuffer, len: usize) -> Result<(), PeerStopped> {
+    fn all_reduce(
+        &mut self,
+        _backend: &mut B,
+        buffer: &mut HostBuffer,
+        len: usize,
+    ) -> Result<(), PeerStopped> {
         let slots = &self.exchange.slots[self.turn];
         if slots.len() == 1 {
             return Ok(());
@@ -61,6 +75,10 @@ impl<B: Backend<Buffer = HostBuffer>> Communicator<B> for Local {
         }
         self.turn ^= 1;
         Ok(())
+    }
+
+    fn is_repeatable(&self) -> bool {
+        self.exchange.slots[0].len() == 1
     }
 }
 
@@ -130,7 +148,7 @@ mod tests {
     use kernels::reference::Reference;
 
     fn reduce(local: &mut Local, values: &mut HostBuffer, len: usize) -> Result<(), PeerStopped> {
-        Communicator::<Reference>::all_reduce(local, values, len)
+        local.all_reduce(&mut Reference::new(), values, len)
     }
 
     #[test]

@@ -6,16 +6,17 @@ pub use worker::not_numbers;
 
 use crate::Error;
 use crate::constraint::Constraint;
+use crate::device::{Device, DeviceOptions};
 use crate::kv_cache::BlockPool;
 use crate::logprobs::TokenLogprobs;
 use crate::metrics::{Load, Metrics};
-use crate::model::Limits;
 use crate::rank::RankGroup;
 use crate::sampler::SamplingParams;
 use crate::scheduler::{PrefixCache, Scheduler, SchedulerLimits};
 use formats::ModelConfig;
 use formats::checkpoint::Checkpoint;
-use kernels::shape::BLOCK_TOKENS;
+use kernels::StepLimits;
+use kernels::step::BLOCK_TOKENS;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -45,6 +46,8 @@ pub struct EngineOptions {
     pub prefix_cache: PrefixCache,
     /// Which arithmetic runs.
     pub arithmetic: Arithmetic,
+    /// What it runs on.
+    pub device: DeviceOptions,
     /// Whether every byte is held against its digest before anything is loaded.
     pub verify: bool,
 }
@@ -60,6 +63,7 @@ impl Default for EngineOptions {
             kv_cache_bytes: None,
             prefix_cache: PrefixCache::On,
             arithmetic: Arithmetic::Fast,
+            device: DeviceOptions::default(),
             verify: false,
         }
     }
@@ -290,10 +294,16 @@ impl Engine {
         let checkpoint = Checkpoint::open(dir)?;
         let manifest = checkpoint.manifest();
         if options.verify {
-            crate::verify::verify(&checkpoint)?;
+            match options.device.device {
+                Device::Cpu => crate::verify::verify(&checkpoint)?,
+                // Rank files are checked on their way to the GPU.
+                Device::Cuda(_) => crate::verify::verify_small_files(&checkpoint)?,
+            }
         }
         let (limits, max_model_len) = limits(&manifest.model, manifest.ranks, options)?;
-        check_memory(&manifest.model, manifest.ranks, limits.cache_blocks)?;
+        if options.device.device == Device::Cpu {
+            check_memory(limits.cache_blocks.saturating_mul(block_bytes(&manifest.model, manifest.ranks, options)))?;
+        }
         let begin = Instant::now();
         let group = RankGroup::start(&checkpoint, options, limits)?;
         let load = Load {
@@ -372,14 +382,18 @@ impl Drop for Engine {
 const CACHE_BYTES: usize = 4 << 30;
 
 /// Bytes that a block takes on all ranks.
-fn block_bytes(model: &ModelConfig, ranks: usize) -> usize {
+fn block_bytes(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> usize {
     let width = model.attention.kv_lora_rank + model.attention.qk_rope_head_dim;
-    BLOCK_TOKENS * width * size_of::<f32>() * model.layers.len() * ranks
+    let value = match options.device.device {
+        Device::Cpu => size_of::<f32>(),
+        // BF16.
+        Device::Cuda(_) => 2,
+    };
+    BLOCK_TOKENS * width * value * model.layers.len() * ranks
 }
 
 /// Asks for the cache's memory once before a rank does, who could only give up: untouched memory costs nothing.
-fn check_memory(model: &ModelConfig, ranks: usize, blocks: usize) -> Result<(), Error> {
-    let bytes = blocks.saturating_mul(block_bytes(model, ranks));
+fn check_memory(bytes: usize) -> Result<(), Error> {
     Vec::<u8>::new().try_reserve_exact(bytes).map_err(|_| Error::Option {
         option: "--kv-cache-memory",
         expected: "what this machine has".to_owned(),
@@ -388,14 +402,14 @@ fn check_memory(model: &ModelConfig, ranks: usize, blocks: usize) -> Result<(), 
 }
 
 /// Sizes of buffers and cache, and the context length that they allow.
-fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<(Limits, usize), Error> {
+fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<(StepLimits, usize), Error> {
     let at_least_one = |option, value: usize| match value {
         0 => Err(Error::Option { option, expected: "at least 1".to_owned(), found: "0".to_owned() }),
         _ => Ok(value),
     };
     let seqs = at_least_one("--max-num-seqs", options.max_num_seqs)?;
     let chunk = at_least_one("--max-num-batched-tokens", options.max_num_batched_tokens)?;
-    let block_bytes = block_bytes(model, ranks);
+    let block_bytes = block_bytes(model, ranks, options);
     let too_small = |blocks: usize, what: String| Error::Option {
         option: "--kv-cache-memory",
         expected: format!("at least {} bytes, which {what} takes on all ranks", blocks * block_bytes),
@@ -429,5 +443,5 @@ fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<
         Some(_) => affordable,
         None => one.saturating_mul(seqs).min(affordable).max(one),
     };
-    Ok((Limits { max_rows: seqs + chunk, max_logit_rows: seqs + chunk, cache_blocks }, max_model_len))
+    Ok((StepLimits { max_rows: seqs + chunk, max_logit_rows: seqs + chunk, cache_blocks }, max_model_len))
 }

@@ -1,6 +1,6 @@
 //! Blocks of the latent cache: who has which, and which hold the beginning of a prompt that may come again.
 
-use kernels::shape::BLOCK_TOKENS;
+use kernels::step::BLOCK_TOKENS;
 use std::collections::{BTreeMap, HashMap};
 
 /// A cache block: [`BLOCK_TOKENS`] consecutive positions of one sequence, in every layer and on every rank.

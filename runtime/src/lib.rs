@@ -4,8 +4,10 @@
 //! `Model::forward` -> logits -> `Sampler` -> `server`. Nothing here knows GGUF or has an architecture's name in it.
 
 pub mod batch;
+pub mod bench;
 pub mod comm;
 pub mod constraint;
+pub mod device;
 pub mod dialect;
 pub mod engine;
 mod error;
@@ -17,7 +19,6 @@ pub mod logprobs;
 pub mod metrics;
 mod mla;
 pub mod model;
-mod moe;
 pub mod rank;
 pub mod sampler;
 pub mod scheduler;
@@ -26,6 +27,7 @@ pub mod server;
 pub mod template;
 pub mod text;
 pub mod tokenizer;
+pub mod upload;
 pub mod verify;
 
 pub use error::Error;

@@ -10,7 +10,7 @@ use formats::config::{FfnConfig, LayerConfig, MoeConfig};
 use formats::manifest::{Shard, TensorEntry};
 use formats::name::{LayerIdx, LayerRole, ModelRole, TensorName};
 use kernels::shape::{MlaShape, MoeShape};
-use kernels::{Backend, ExpertWeights};
+use kernels::{ExpertWeights, MlpWeights, MoeWeights};
 use std::ops::Range;
 
 /// All weights of one rank. W is the backend's weight.
@@ -83,49 +83,22 @@ pub enum QueryWeights<W> {
 #[derive(Debug)]
 pub enum FfnWeights<W> {
     /// One SwiGLU.
-    Dense(Mlp<W>),
+    Dense(MlpWeights<W>),
     /// Routed and shared experts.
     Moe(Box<MoeWeights<W>>),
 }
 
-/// A SwiGLU.
-#[derive(Debug)]
-pub struct Mlp<W> {
-    /// Its width on this rank; may be 0.
-    pub width: usize,
-    /// `[width, hidden]`
-    pub gate_proj: W,
-    /// `[width, hidden]`
-    pub up_proj: W,
-    /// `[hidden, width]`
-    pub down_proj: W,
-}
-
-/// Routed and shared experts.
-#[derive(Debug)]
-pub struct MoeWeights<W> {
-    /// Sizes and routing.
-    pub shape: MoeShape,
-    /// `[E, hidden]`
-    pub gate: W,
-    /// `[E]`
-    pub e_score_correction_bias: Option<W>,
-    /// The stacks.
-    pub experts: ExpertWeights<W>,
-    /// All shared experts as one.
-    pub shared: Option<Mlp<W>>,
-}
-
 /// Loads a rank's share of the trunk. Indexer and MTP tensors stay in the file: dense attention has no use for them.
+///
+/// `place` makes a weight of a tensor whose shape is right: it says where the bytes go and what the device refuses.
 ///
 /// # Errors
 /// [`Error`] naming the file and the tensor.
-pub fn load<B: Backend>(
-    backend: &B,
-    shard: &RankShard,
-    model: &ModelConfig,
-) -> Result<Weights<B::Weight>, Error> {
-    let loader = Loader { backend, shard, model };
+pub fn load<W, P>(shard: &RankShard, model: &ModelConfig, place: P) -> Result<Weights<W>, Error>
+where
+    P: Fn(&TensorEntry) -> Result<W, Error>,
+{
+    let loader = Loader { place, shard, model };
     let (embed_tokens, embed_rows) =
         loader.cut(TensorName::Model(ModelRole::EmbedTokens), &loader.vocab_shape(), 0)?;
     let layers = model
@@ -144,18 +117,33 @@ pub fn load<B: Backend>(
     Ok(Weights { embed_tokens, embed_rows, layers, norm, lm_head, logit_rows })
 }
 
-struct Loader<'a, B> {
-    backend: &'a B,
+/// Latent attention of `heads` of a model's heads.
+pub fn mla_shape(model: &ModelConfig, heads: usize) -> MlaShape {
+    let a = &model.attention;
+    MlaShape {
+        heads,
+        nope: a.qk_nope_head_dim,
+        rope: a.qk_rope_head_dim,
+        v: a.v_head_dim,
+        kv_lora: a.kv_lora_rank,
+        softmax_scale: a.softmax_scale,
+        eps: model.rms_norm_eps,
+        rotary: model.rope.clone(),
+    }
+}
+
+struct Loader<'a, P> {
+    place: P,
     shard: &'a RankShard,
     model: &'a ModelConfig,
 }
 
-impl<B: Backend> Loader<'_, B> {
+impl<W, P: Fn(&TensorEntry) -> Result<W, Error>> Loader<'_, P> {
     fn vocab_shape(&self) -> [usize; 2] {
         [self.model.vocab_size, self.model.hidden_size]
     }
 
-    fn layer(&self, layer: LayerIdx, config: &LayerConfig) -> Result<LayerWeights<B::Weight>, Error> {
+    fn layer(&self, layer: LayerIdx, config: &LayerConfig) -> Result<LayerWeights<W>, Error> {
         let hidden = self.model.hidden_size;
         let name = |role| TensorName::Layer(layer, role);
         let ffn = match config.ffn {
@@ -179,7 +167,7 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
-    fn attention(&self, layer: LayerIdx) -> Result<AttentionWeights<B::Weight>, Error> {
+    fn attention(&self, layer: LayerIdx) -> Result<AttentionWeights<W>, Error> {
         let name = |role| TensorName::Layer(layer, role);
         let a = &self.model.attention;
         let hidden = self.model.hidden_size;
@@ -217,16 +205,7 @@ impl<B: Backend> Loader<'_, B> {
                 ));
             }
         }
-        let shape = MlaShape {
-            heads: local.len(),
-            nope: a.qk_nope_head_dim,
-            rope: a.qk_rope_head_dim,
-            v: a.v_head_dim,
-            kv_lora: a.kv_lora_rank,
-            softmax_scale: a.softmax_scale,
-            eps: self.model.rms_norm_eps,
-            rotary: self.model.rope.clone(),
-        };
+        let shape = mla_shape(self.model, local.len());
         Ok(AttentionWeights {
             query,
             kv_a_proj_with_mqa: self
@@ -238,7 +217,7 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
-    fn mlp(&self, layer: LayerIdx, roles: [LayerRole; 3], width: usize) -> Result<Mlp<B::Weight>, Error> {
+    fn mlp(&self, layer: LayerIdx, roles: [LayerRole; 3], width: usize) -> Result<MlpWeights<W>, Error> {
         let hidden = self.model.hidden_size;
         let [gate, up, down] = roles.map(|role| TensorName::Layer(layer, role));
         let (gate_proj, rows) = self.cut(gate, &[width, hidden], 0)?;
@@ -246,15 +225,10 @@ impl<B: Backend> Loader<'_, B> {
         let (down_proj, columns) = self.cut(down, &[hidden, width], 1)?;
         self.same_cut(up, &up_rows, &rows)?;
         self.same_cut(down, &columns, &rows)?;
-        Ok(Mlp { width: rows.len(), gate_proj, up_proj, down_proj })
+        Ok(MlpWeights { width: rows.len(), gate_proj, up_proj, down_proj })
     }
 
-    fn moe(
-        &self,
-        layer: LayerIdx,
-        moe: &MoeConfig,
-        sizes: [usize; 2],
-    ) -> Result<MoeWeights<B::Weight>, Error> {
+    fn moe(&self, layer: LayerIdx, moe: &MoeConfig, sizes: [usize; 2]) -> Result<MoeWeights<W>, Error> {
         let hidden = self.model.hidden_size;
         let experts = moe.n_routed_experts;
         let [width, shared_width] = sizes;
@@ -318,10 +292,10 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     /// A tensor that every rank has whole.
-    fn whole(&self, name: TensorName, shape: &[usize]) -> Result<B::Weight, Error> {
+    fn whole(&self, name: TensorName, shape: &[usize]) -> Result<W, Error> {
         let entry = self.expect_shape(name, shape)?;
         match entry.shard {
-            Shard::Whole(_) => self.weight(entry),
+            Shard::Whole(_) => (self.place)(entry),
             Shard::Cut { axis, .. } => {
                 Err(self.mismatch(name, "a replicated tensor", &format!("a cut along axis {axis}")))
             }
@@ -329,12 +303,7 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     /// A tensor that may be cut along `axis`, and the range of that axis that is here.
-    fn cut(
-        &self,
-        name: TensorName,
-        shape: &[usize],
-        axis: usize,
-    ) -> Result<(B::Weight, Range<usize>), Error> {
+    fn cut(&self, name: TensorName, shape: &[usize], axis: usize) -> Result<(W, Range<usize>), Error> {
         let entry = self.expect_shape(name, shape)?;
         let range = match entry.shard {
             Shard::Whole(_) if self.shard.manifest().ranks == 1 => 0..shape[axis],
@@ -343,7 +312,7 @@ impl<B: Backend> Loader<'_, B> {
                 return Err(self.mismatch(name, &format!("a cut along axis {axis}"), &format!("{other:?}")));
             }
         };
-        Ok((self.weight(entry)?, range))
+        Ok(((self.place)(entry)?, range))
     }
 
     fn expect_shape(&self, name: TensorName, shape: &[usize]) -> Result<&TensorEntry, Error> {
@@ -362,11 +331,6 @@ impl<B: Backend> Loader<'_, B> {
     fn entry(&self, name: TensorName) -> Result<&TensorEntry, Error> {
         let native = native(name);
         self.shard.entry(&native).ok_or_else(|| self.mismatch(name, "it in the checkpoint", "no such tensor"))
-    }
-
-    fn weight(&self, entry: &TensorEntry) -> Result<B::Weight, Error> {
-        let view = self.shard.view(entry)?;
-        self.backend.weight(view).map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
     }
 
     fn mismatch(&self, name: TensorName, expected: &str, found: &str) -> Error {

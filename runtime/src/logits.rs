@@ -2,11 +2,12 @@
 
 use crate::Error;
 use crate::batch::Logits as Rows;
+use crate::device::DeviceOptions;
 use crate::engine::{Arithmetic, EngineOptions, not_numbers};
 use crate::kv_cache::BlockPool;
-use crate::model::Limits;
 use crate::rank::RankGroup;
 use formats::checkpoint::Checkpoint;
+use kernels::StepLimits;
 use std::path::Path;
 
 /// What a [`LogitsRunner`] computed.
@@ -29,6 +30,8 @@ pub struct LogitsOptions {
     pub threads: Option<usize>,
     /// Tokens of one step: longer sequences go in chunks of this many.
     pub chunk: usize,
+    /// What it runs on.
+    pub device: DeviceOptions,
 }
 
 /// Runs `tokens` through the checkpoint in `dir`, chunk by chunk, with dense attention.
@@ -63,10 +66,11 @@ impl LogitsRunner {
         let max_len = checkpoint.manifest().model.max_position_embeddings;
         let chunk = options.chunk.clamp(1, max_len);
         let blocks = BlockPool::blocks_for(max_len);
-        let limits = Limits { max_rows: chunk, max_logit_rows: chunk, cache_blocks: blocks };
+        let limits = StepLimits { max_rows: chunk, max_logit_rows: chunk, cache_blocks: blocks };
         let engine = EngineOptions {
             arithmetic: options.arithmetic,
             threads: options.threads,
+            device: options.device.clone(),
             ..EngineOptions::default()
         };
         let group = RankGroup::start(&checkpoint, &engine, limits)?;

@@ -5,24 +5,12 @@
 use crate::Error;
 use crate::batch::Batch;
 use crate::comm::{Communicator, PeerStopped};
-use crate::load::{FfnWeights, LayerWeights, Mlp, Weights};
+use crate::load::{FfnWeights, LayerWeights, Weights};
 use crate::mla::attention;
-use crate::moe::moe;
 use formats::ModelConfig;
-use kernels::Backend;
-use kernels::shape::BLOCK_TOKENS;
+use kernels::step::BLOCK_TOKENS;
+use kernels::{Backend, MoeBuffers, Pass, StepLimits, StepRows};
 use std::ops::Range;
-
-/// Sizes that buffers are made for.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Most tokens of one step.
-    pub max_rows: usize,
-    /// Most rows of logits of one step.
-    pub max_logit_rows: usize,
-    /// Blocks of the latent cache.
-    pub cache_blocks: usize,
-}
 
 /// One rank of a model: weights, cache and the buffers of a step, all made before the first one.
 #[derive(Debug)]
@@ -31,7 +19,7 @@ pub struct Model<B: Backend, C> {
     communicator: C,
     weights: Weights<B::Weight>,
     /// One per layer: `[blocks * BLOCK_TOKENS, R + rope]`
-    caches: Vec<B::Buffer>,
+    caches: Vec<B::Cache>,
     buffers: Buffers<B::Buffer>,
     hidden: usize,
     eps: f32,
@@ -46,8 +34,6 @@ pub struct Buffers<T> {
     pub h: T,
     /// `[T, hidden]`: a part's output, to be summed over ranks.
     pub y: T,
-    /// `[T, hidden]`: the shared experts' output.
-    pub shared: T,
     /// `[T, Q]`, twice: the query bottleneck and its norm.
     pub q_a: [T; 2],
     /// `[T, heads * (nope + rope)]`
@@ -56,16 +42,21 @@ pub struct Buffers<T> {
     pub kv: T,
     /// `[T, heads * v]`
     pub attended: T,
-    /// `[T, width]`
-    pub gate: T,
-    /// `[T, width]`
-    pub up: T,
-    /// `[T, E]`
-    pub router_logits: T,
-    /// `[T, 2 * K]`
-    pub choice: T,
+    /// What an MoE or dense feed-forward works with.
+    pub moe: MoeBuffers<T>,
     /// `[logit rows, local vocab]`
     pub logits: T,
+}
+
+/// Why a step could not be finished.
+#[derive(Debug, thiserror::Error)]
+pub enum StepFault {
+    /// Another rank.
+    #[error(transparent)]
+    Peer(#[from] PeerStopped),
+    /// This rank's device.
+    #[error(transparent)]
+    Device(#[from] kernels::Error),
 }
 
 impl<B: Backend, C: Communicator<B>> Model<B, C> {
@@ -74,18 +65,30 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
     /// # Errors
     /// The device's refusal.
     pub fn new(
-        backend: B,
+        mut backend: B,
         communicator: C,
         weights: Weights<B::Weight>,
         config: &ModelConfig,
-        limits: Limits,
+        limits: StepLimits,
     ) -> Result<Self, Error> {
         let slots = limits.cache_blocks * BLOCK_TOKENS;
         let width = config.attention.kv_lora_rank + config.attention.qk_rope_head_dim;
-        let caches = weights.layers.iter().map(|_| backend.zeros(slots * width)).collect::<Result<_, _>>()?;
+        let caches = weights.layers.iter().map(|_| backend.cache(slots, width)).collect::<Result<_, _>>()?;
         let buffers = Buffers::new(&backend, &weights, config, limits)?;
+        backend.reserve(limits)?;
+        weights.layers.iter().try_for_each(|layer| backend.prepare_attention(&layer.attention.shape))?;
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         Ok(Self { backend, communicator, weights, caches, buffers, hidden, eps })
+    }
+
+    /// Its device.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Its device, to be told something.
+    pub fn backend_mut(&mut self) -> &mut B {
+        &mut self.backend
     }
 
     /// Vocabulary rows whose logits this rank computes.
@@ -96,55 +99,54 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
     /// Runs a step. `logits` receives `[batch.logit_rows(), local vocab]`.
     ///
     /// # Errors
-    /// [`PeerStopped`] when another rank has given up.
-    pub fn forward(&mut self, batch: &Batch, logits: &mut [f32]) -> Result<(), PeerStopped> {
-        let Self { backend: b, communicator, weights, caches, buffers: f, hidden, eps } = self;
-        let (hidden, eps, rows) = (*hidden, *eps, batch.rows());
-        let spans = batch.spans();
-
-        b.embed(&weights.embed_tokens, weights.embed_rows.start, batch.tokens(), &mut f.x);
-        communicator.all_reduce(&mut f.x, rows * hidden)?;
-        for (layer, cache) in weights.layers.iter().zip(caches) {
-            let LayerWeights { input_layernorm, attention: a, post_attention_layernorm, ffn } = layer;
-            b.rms_norm(&f.x, rows, input_layernorm, eps, &mut f.h);
-            attention(b, a, &spans, rows, cache, f);
-            communicator.all_reduce(&mut f.y, rows * hidden)?;
-            b.add(&mut f.x, &f.y, rows, hidden);
-
-            b.rms_norm(&f.x, rows, post_attention_layernorm, eps, &mut f.h);
-            match ffn {
-                FfnWeights::Dense(mlp) => swiglu(b, mlp, &f.h, rows, [&mut f.gate, &mut f.up], &mut f.y),
-                FfnWeights::Moe(weights) => moe(b, weights, rows, f),
-            }
-            communicator.all_reduce(&mut f.y, rows * hidden)?;
-            b.add(&mut f.x, &f.y, rows, hidden);
+    /// [`StepFault`] when another rank has given up, or the device.
+    pub fn forward(&mut self, batch: &Batch, logits: &mut [f32]) -> Result<(), StepFault> {
+        let step = self.backend.begin_step(batch);
+        if self.backend.begin_pass(self.communicator.is_repeatable()) == Pass::Run {
+            let passed = self.pass(step);
+            self.backend.end_pass();
+            passed?;
         }
-        let wanted = batch.logit_rows();
-        if wanted.is_empty() {
+        self.backend.read(&self.buffers.logits, 0..logits.len(), logits);
+        Ok(self.backend.finish()?)
+    }
+
+    /// The operations of a step, up to the logits.
+    fn pass(&mut self, step: StepRows) -> Result<(), PeerStopped> {
+        let Self { backend: b, communicator, weights, caches, buffers: f, hidden, eps } = self;
+        let (hidden, eps, rows) = (*hidden, *eps, step.rows);
+
+        b.embed(&weights.embed_tokens, weights.embed_rows.start, &mut f.x);
+        communicator.all_reduce(b, &mut f.x, rows * hidden)?;
+        for (i, (layer, cache)) in weights.layers.iter().zip(caches).enumerate() {
+            let LayerWeights { input_layernorm, attention: a, post_attention_layernorm, ffn } = layer;
+            match i {
+                0 => b.rms_norm(&f.x, rows, input_layernorm, eps, &mut f.h),
+                // The sum that the layer before ends with.
+                _ => b.add_rms_norm(&mut f.x, &f.y, rows, hidden, input_layernorm, eps, &mut f.h),
+            }
+            attention(b, a, rows, cache, f);
+            communicator.all_reduce(b, &mut f.y, rows * hidden)?;
+
+            b.add_rms_norm(&mut f.x, &f.y, rows, hidden, post_attention_layernorm, eps, &mut f.h);
+            match ffn {
+                FfnWeights::Dense(mlp) => {
+                    b.mlp(mlp, &f.h, rows, [&mut f.moe.gate, &mut f.moe.up], &mut f.y);
+                }
+                FfnWeights::Moe(moe) => b.moe(moe, &f.h, rows, &mut f.moe, &mut f.y),
+            }
+            communicator.all_reduce(b, &mut f.y, rows * hidden)?;
+        }
+        if step.logit_rows == 0 {
             return Ok(());
         }
-        b.gather_rows(&f.x, wanted, hidden, &mut f.y);
-        b.rms_norm(&f.y, wanted.len(), &weights.norm, eps, &mut f.h);
+        b.add(&mut f.x, &f.y, rows, hidden);
+        b.gather_logit_rows(&f.x, hidden, &mut f.y);
+        b.rms_norm(&f.y, step.logit_rows, &weights.norm, eps, &mut f.h);
         let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
-        b.matmul(lm_head, &f.h, wanted.len(), &mut f.logits);
-        b.read(&f.logits, 0..wanted.len() * weights.logit_rows.len(), logits);
+        b.matmul(lm_head, &f.h, step.logit_rows, &mut f.logits);
         Ok(())
     }
-}
-
-/// `out = down(silu(gate x) * up x)`, this rank's partial sum.
-pub fn swiglu<B: Backend>(
-    b: &mut B,
-    mlp: &Mlp<B::Weight>,
-    x: &B::Buffer,
-    rows: usize,
-    [gate, up]: [&mut B::Buffer; 2],
-    out: &mut B::Buffer,
-) {
-    b.matmul(&mlp.gate_proj, x, rows, gate);
-    b.matmul(&mlp.up_proj, x, rows, up);
-    b.swiglu(gate, up, rows, mlp.width);
-    b.matmul(&mlp.down_proj, gate, rows, out);
 }
 
 impl<T> Buffers<T> {
@@ -152,7 +154,7 @@ impl<T> Buffers<T> {
         backend: &B,
         weights: &Weights<B::Weight>,
         config: &ModelConfig,
-        limits: Limits,
+        limits: StepLimits,
     ) -> Result<Self, Error> {
         let rows = |width: usize| backend.zeros(limits.max_rows * width);
         let hidden = config.hidden_size;
@@ -168,15 +170,17 @@ impl<T> Buffers<T> {
             x: rows(hidden)?,
             h: rows(hidden)?,
             y: rows(hidden)?,
-            shared: rows(hidden)?,
             q_a: [rows(q_lora)?, rows(q_lora)?],
             q: rows(widest(shapes().map(|s| s.q_width())))?,
             kv: rows(config.attention.kv_lora_rank + config.attention.qk_rope_head_dim)?,
             attended: rows(widest(shapes().map(|s| s.out_width())))?,
-            gate: rows(width)?,
-            up: rows(width)?,
-            router_logits: rows(experts)?,
-            choice: rows(2 * chosen)?,
+            moe: MoeBuffers {
+                router_logits: rows(experts)?,
+                choice: rows(2 * chosen)?,
+                gate: rows(width)?,
+                up: rows(width)?,
+                shared: rows(hidden)?,
+            },
             logits: backend.zeros(limits.max_logit_rows * weights.logit_rows.len())?,
         })
     }

@@ -2,17 +2,25 @@
 
 use crate::Error;
 use crate::batch::Batch;
-use crate::comm::{Communicator, Local};
+use crate::comm::{Communicator, Local, Peer, SharedGpu};
+use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
-use crate::load::load;
-use crate::model::{Limits, Model};
-use formats::checkpoint::Checkpoint;
-use formats::{ModelConfig, checkpoint::RankShard};
+use crate::load::{load, mla_shape};
+use crate::model::Model;
+use crate::upload::{Digests, LoadPlan, upload};
+use formats::checkpoint::{Checkpoint, RankShard};
+use formats::layout::Layout;
+use formats::manifest::TensorEntry;
+use formats::{Dtype, ModelConfig};
 use kernels::cpu::Cpu;
+use kernels::cuda::{Cuda, Tiling};
 use kernels::reference::Reference;
-use kernels::{Backend, HostBuffer};
+use kernels::{Backend, HostBuffer, StepLimits};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -50,52 +58,128 @@ impl RankGroup {
     ///
     /// # Errors
     /// [`Error`] of the first rank that failed, naming file and tensor.
-    pub fn start(checkpoint: &Checkpoint, options: &EngineOptions, limits: Limits) -> Result<Self, Error> {
+    pub fn start(
+        checkpoint: &Checkpoint,
+        options: &EngineOptions,
+        limits: StepLimits,
+    ) -> Result<Self, Error> {
         let manifest = checkpoint.manifest();
         let ranks = manifest.ranks;
         let threads = threads_per_rank(options.threads, ranks);
         let config = Arc::new(manifest.model.clone());
         checkpoint.rank_manifests()?;
         let shards = (0..ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
+        let gpus = options.device.open(ranks)?;
+        let longest = limits.max_rows * config.hidden_size;
+        let stop = Arc::new(AtomicBool::new(false));
         let (ready_tx, ready) = sync_channel(ranks);
         let (results_tx, results) = sync_channel(ranks);
         let mut handles = Vec::with_capacity(ranks);
-        for ((rank, shard), communicator) in
-            shards.into_iter().enumerate().zip(Local::group(ranks, limits.max_rows * config.hidden_size))
-        {
+        let mut spawn = |rank: usize, run: Box<dyn FnOnce(Link) + Send>| {
             let (steps_tx, steps) = sync_channel(1);
             let logits = Arc::new(Mutex::new(Vec::new()));
             let link = Link {
                 rank,
-                config: Arc::clone(&config),
                 ready: ready_tx.clone(),
                 steps,
                 results: results_tx.clone(),
                 logits: Arc::clone(&logits),
             };
-            let arithmetic = options.arithmetic;
             let thread = std::thread::Builder::new()
                 .name(format!("rank-{rank}"))
-                .spawn(move || match arithmetic {
-                    Arithmetic::Fast => link.run(|| Cpu::new(threads), communicator, &shard, limits),
-                    Arithmetic::Reference => link.run(|| Ok(Reference::new()), communicator, &shard, limits),
-                })
+                .spawn(move || run(link))
                 .map_err(|e| kernels::Error::Threads { threads: ranks, cause: e.to_string() })?;
-            handles.push(RankHandle {
-                steps: Some(steps_tx),
-                thread: Some(thread),
-                logit_rows: 0..0,
-                logits,
-            });
+            let (steps, thread) = (Some(steps_tx), Some(thread));
+            handles.push(RankHandle { steps, thread, logit_rows: 0..0, logits });
+            Ok::<_, Error>(())
+        };
+        match gpus {
+            None => {
+                for ((rank, shard), communicator) in
+                    shards.into_iter().enumerate().zip(Local::group(ranks, longest))
+                {
+                    let (config, arithmetic) = (Arc::clone(&config), options.arithmetic);
+                    spawn(
+                        rank,
+                        Box::new(move |link| match arithmetic {
+                            Arithmetic::Fast => {
+                                link.run(|| {
+                                    on_host(Cpu::new(threads)?, communicator, &shard, &config, limits)
+                                });
+                            }
+                            Arithmetic::Reference => {
+                                link.run(|| on_host(Reference::new(), communicator, &shard, &config, limits));
+                            }
+                        }),
+                    )?;
+                }
+            }
+            Some(gpus) => {
+                if options.arithmetic == Arithmetic::Reference {
+                    let expected = "--device cpu with it: the slow arithmetic is the processor's".to_owned();
+                    return Err(Error::Option {
+                        option: "--precise",
+                        expected,
+                        found: "--device cuda".to_owned(),
+                    });
+                }
+                let digests = if options.verify { Digests::Check } else { Digests::Skip };
+                let (mode, threads) = (options.device.load_mode, threads.clamp(2, 8));
+                let plan = LoadPlan { mode, digests, threads, stop: Arc::clone(&stop) };
+                let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
+                match options.device.communicator {
+                    CommunicatorChoice::Auto | CommunicatorChoice::Local if one => {
+                        let ends = SharedGpu::group(&gpus[0], ranks, longest)?;
+                        for (((rank, shard), gpu), end) in shards.into_iter().enumerate().zip(gpus).zip(ends)
+                        {
+                            let (config, plan) = (Arc::clone(&config), plan.clone());
+                            let make = move || on_gpu(Cuda::new(&gpu)?, end, &shard, &config, limits, &plan);
+                            spawn(rank, Box::new(|link| link.run(make)))?;
+                        }
+                    }
+                    CommunicatorChoice::Auto | CommunicatorChoice::Peer => {
+                        let ends = Peer::group(&gpus, longest)?;
+                        for (((rank, shard), gpu), end) in shards.into_iter().enumerate().zip(gpus).zip(ends)
+                        {
+                            let (config, plan) = (Arc::clone(&config), plan.clone());
+                            let make = move || {
+                                let mut backend = Cuda::new(&gpu)?;
+                                end.test(&mut backend)?;
+                                on_gpu(backend, end, &shard, &config, limits, &plan)
+                            };
+                            spawn(rank, Box::new(|link| link.run(make)))?;
+                        }
+                    }
+                    CommunicatorChoice::Local => {
+                        let expected = "one GPU for all ranks, with --devices".to_owned();
+                        let found = "several GPUs".to_owned();
+                        return Err(Error::Option { option: "--communicator local", expected, found });
+                    }
+                }
+            }
         }
         drop(ready_tx);
-        for _ in 0..ranks {
-            let (rank, result) =
-                ready.recv().map_err(|_| Error::Stopped("a rank's thread ended while loading".to_owned()))?;
-            handles[rank].logit_rows = result?;
-        }
         let vocab_size = config.vocab_size;
-        Ok(Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size })
+        // From here on its end waits for the threads: a process must not go while some of them talk to a GPU.
+        let mut group =
+            Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size };
+        let mut failed = None;
+        for _ in 0..ranks {
+            let Ok((rank, result)) = ready.recv() else {
+                return Err(
+                    failed.unwrap_or(Error::Stopped("a rank's thread ended while loading".to_owned()))
+                );
+            };
+            match result {
+                Ok(rows) => group.ranks[rank].logit_rows = rows,
+                Err(error) => {
+                    stop.store(true, Ordering::Relaxed);
+                    // Those that stop because of it are not the cause.
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+        failed.map_or(Ok(group), Err)
     }
 
     /// Rows of the vocabulary.
@@ -167,7 +251,6 @@ impl Drop for RankGroup {
 /// A rank thread's ends of the channels.
 struct Link {
     rank: usize,
-    config: Arc<ModelConfig>,
     ready: SyncSender<(usize, Result<Range<usize>, Error>)>,
     steps: Receiver<Arc<Batch>>,
     results: SyncSender<(usize, Result<(), String>)>,
@@ -175,22 +258,10 @@ struct Link {
 }
 
 impl Link {
-    fn run<B, C>(
-        self,
-        backend: impl FnOnce() -> Result<B, kernels::Error>,
-        communicator: C,
-        shard: &RankShard,
-        limits: Limits,
-    ) where
-        B: Backend<Buffer = HostBuffer>,
-        C: Communicator<B>,
-    {
-        let Self { rank, config, ready, steps, results, logits } = self;
-        let made = catch_unwind(AssertUnwindSafe(|| {
-            let backend = backend()?;
-            let weights = load(&backend, shard, &config)?;
-            Model::new(backend, communicator, weights, &config, limits)
-        }));
+    /// Makes the model, says whether that went well, and runs every step that comes.
+    fn run<B: Backend, C: Communicator<B>>(self, make: impl FnOnce() -> Result<Model<B, C>, Error>) {
+        let Self { rank, ready, steps, results, logits } = self;
+        let made = catch_unwind(AssertUnwindSafe(make));
         let mut model = match made.unwrap_or_else(|panic| Err(Error::Stopped(panic_text(&*panic)))) {
             Ok(model) => model,
             Err(error) => {
@@ -226,6 +297,80 @@ impl Link {
                 return;
             }
         }
+    }
+}
+
+/// A rank in ordinary memory: its weights are the mapped file.
+fn on_host<B: Backend<Buffer = HostBuffer>>(
+    backend: B,
+    communicator: Local,
+    shard: &RankShard,
+    config: &ModelConfig,
+    limits: StepLimits,
+) -> Result<Model<B, Local>, Error> {
+    let weights = load(shard, config, |entry| {
+        let view = shard.view(entry)?;
+        backend.weight(view).map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
+    })?;
+    Model::new(backend, communicator, weights, config, limits)
+}
+
+/// A rank on a GPU: its weights are views of an arena there.
+pub(crate) fn on_gpu<C: Communicator<Cuda>>(
+    backend: Cuda,
+    communicator: C,
+    shard: &RankShard,
+    config: &ModelConfig,
+    limits: StepLimits,
+    plan: &LoadPlan,
+) -> Result<Model<Cuda, C>, Error> {
+    let matrices: Vec<(Dtype, Tiling)> =
+        shard.manifest().tensors.iter().map(|entry| (entry.dtype, tiling(entry))).collect();
+    let shape = mla_shape(config, 1);
+    let uploaded = std::thread::scope(|scope| {
+        // Both take seconds, one the disk and the bus, the other processors.
+        let device = backend.device();
+        scope.spawn(move || Cuda::compile_for(device, &matrices, &shape));
+        upload(shard, device, plan)
+    })?;
+    let seconds = uploaded.elapsed.as_secs_f64();
+    tracing::info!(
+        "{}: {} bytes to GPU {} in {seconds:.2} s ({:.1} GB/s, {:?} reads)",
+        shard.path().display(),
+        uploaded.bytes,
+        backend.device().ordinal(),
+        uploaded.bytes as f64 / seconds / 1e9,
+        uploaded.mode,
+    );
+    let converted = RefCell::new(BTreeMap::<Dtype, (usize, u64)>::new());
+    let data_start = shard.manifest().data_start;
+    let weights = load(shard, config, |entry| {
+        let view = shard.arranged(entry)?;
+        if !backend.keeps(entry.dtype) && entry.shape.dims().len() > 1 {
+            let mut converted = converted.borrow_mut();
+            let (tensors, more) = converted.entry(entry.dtype).or_default();
+            *tensors += 1;
+            *more += 2 * entry.shape.elements();
+        }
+        let placed = backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view, tiling(entry));
+        placed.map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
+    })?;
+    for (dtype, (tensors, more)) in converted.into_inner() {
+        tracing::warn!(
+            "{}: {tensors} tensors of type {dtype} have no kernel on a GPU and were decoded to BF16: {more} more bytes of memory, {} bits to read for each weight instead of {:.1}",
+            shard.path().display(),
+            16,
+            dtype.block_bytes() as f64 * 8.0 / dtype.block_len() as f64,
+        );
+    }
+    Model::new(backend, communicator, weights, config, limits)
+}
+
+/// Order of a tensor's blocks; a layout that is unknown is refused when the tensor is looked up.
+fn tiling(entry: &TensorEntry) -> Tiling {
+    match entry.layout {
+        Layout::Mma16 => Tiling::Tiles,
+        Layout::Ggml | Layout::Unknown(_) => Tiling::Rows,
     }
 }
 

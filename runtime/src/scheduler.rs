@@ -12,7 +12,7 @@
 use crate::batch::MATERIALISE_FROM;
 use crate::kv_cache::{BlockHash, BlockPool};
 use crate::sequence::{Prefix, SeqId, Sequence};
-use kernels::shape::BLOCK_TOKENS;
+use kernels::step::BLOCK_TOKENS;
 use std::collections::{HashSet, VecDeque};
 
 /// What bounds a step.

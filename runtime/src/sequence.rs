@@ -1,7 +1,7 @@
 //! One sequence: its tokens, how far they are in the cache, and where it must end.
 
 use crate::kv_cache::{BlockHash, BlockId};
-use kernels::shape::BLOCK_TOKENS;
+use kernels::step::BLOCK_TOKENS;
 
 /// A sequence's number, never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -52,6 +52,11 @@ fn wrong_command_lines_are_refused_in_one_line() {
         (&["generate", "dir", "--prompt", "x", "--stop", ""], "empty text"),
         (&["generate", "dir", "--prompt", "x", "--raw", "--thinking"], "--raw"),
         (&["logits", "dir", "--tokens", "x"], "--out"),
+        (&["generate", "dir", "--prompt", "x", "--device", "gpu"], "cpu, cuda"),
+        (&["generate", "dir", "--prompt", "x", "--device", "cuda:x"], "numbers of GPUs"),
+        (&["generate", "dir", "--prompt", "x", "--load-mode", "x"], "buffered"),
+        (&["bench"], "<DIR>"),
+        (&["bench", "--synthetic", "x"], "glm5"),
     ] {
         let line = refused(&mut shardrun(arguments));
         // The command's own help says more than the program's.
@@ -61,6 +66,18 @@ fn wrong_command_lines_are_refused_in_one_line() {
         };
         assert!(line.contains(expected) && line.ends_with(&help), "{line}");
     }
+}
+
+/// Where there is no driver; a machine that has one would go on.
+#[test]
+fn a_missing_driver_is_one_line() {
+    if std::path::Path::new("/dev/nvidiactl").exists() {
+        return;
+    }
+    let line = refused(&mut shardrun(&["bench", "--synthetic", "glm5", "--device", "cuda"]));
+    assert!(line.contains("no NVIDIA driver") && line.contains("--device cpu"), "{line}");
+    let line = refused(&mut shardrun(&["bench", "--synthetic", "glm5"]));
+    assert!(line.contains("--device cuda"), "{line}");
 }
 
 #[test]

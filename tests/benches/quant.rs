@@ -12,6 +12,7 @@
 use bytes::Bytes;
 use formats::{Dtype, Shape, TensorView, quant};
 use kernels::cpu::{Cpu, Isa};
+use kernels::step::{LogitRows, Step};
 use kernels::{Backend, HostBuffer};
 use serde_json::json;
 use std::hint::black_box;
@@ -90,8 +91,11 @@ fn in_backend(isa: Isa, view: &TensorView) -> f64 {
     let mut cpu = Cpu::with_isa(isa, 1).unwrap();
     let weight = cpu.weight(view.clone()).unwrap();
     let tokens: Vec<u32> = (0..ROWS as u32).collect();
+    let mut step = Step::default();
+    step.push(&tokens, 0, &[], LogitRows::None);
+    cpu.begin_step(&step);
     let mut out: HostBuffer = cpu.zeros(ROWS * COLS).unwrap();
-    gb_per_second(|| cpu.embed(black_box(&weight), 0, &tokens, black_box(&mut out)))
+    gb_per_second(|| cpu.embed(black_box(&weight), 0, black_box(&mut out)))
 }
 
 /// [`BYTES`] by the median time of `work`.

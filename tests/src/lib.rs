@@ -7,6 +7,7 @@
 
 pub mod server;
 
+use runtime::device::{Device, DeviceOptions};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,9 +16,24 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// The project's root.
+/// The project's root: where this was compiled, or `SHARDMILL_WORKSPACE` on a machine that only runs what another compiled.
 pub fn workspace() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests lies in the workspace").to_owned()
+    std::env::var_os("SHARDMILL_WORKSPACE").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests lies in the workspace").to_owned(),
+        PathBuf::from,
+    )
+}
+
+/// All ranks on the first GPU, where `SHARDRUN_TEST_DEVICE=cuda` asks for it, or a line on stderr that says what does not run
+/// without one.
+pub fn gpu(what: &str) -> Option<DeviceOptions> {
+    if std::env::var("SHARDRUN_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
+        let device = Device::Cuda(Vec::new());
+        return Some(DeviceOptions { device, shared: vec![0], ..DeviceOptions::default() });
+    }
+    let line = format!("NOT RUN on a GPU without SHARDRUN_TEST_DEVICE=cuda: {what}\n");
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+    None
 }
 
 /// The folder of models and oracles beside the project, or a line on stderr that says what does not run without it.
@@ -112,9 +128,15 @@ impl Fixture {
 
     /// Converts the model into `ranks` rank files under `dir`.
     pub fn convert(&self, dir: &Path, ranks: usize) -> PathBuf {
-        let out = dir.join(format!("{}-{ranks}", self.name));
+        self.convert_as("ggml", dir, ranks)
+    }
+
+    /// The same in a layout of choice.
+    pub fn convert_as(&self, layout: &str, dir: &Path, ranks: usize) -> PathBuf {
+        let out = dir.join(format!("{}-{ranks}-{layout}", self.name));
         let arguments = ["convert".as_ref(), self.gguf.as_os_str(), out.as_os_str()];
-        success(Command::new(program("shardmill")).args(arguments).args(["--ranks", &ranks.to_string()]));
+        let options = ["--ranks", &ranks.to_string(), "--layout", layout];
+        success(Command::new(program("shardmill")).args(arguments).args(options));
         out
     }
 }
@@ -174,10 +196,11 @@ pub fn read_json<T: for<'a> Deserialize<'a>>(path: &Path) -> T {
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// `shardmill` or `shardrun`, built in the profile that the tests run in.
+/// `shardmill` or `shardrun`, built in the profile that the tests run in, or those in the folder `SHARDMILL_PROGRAMS`.
 pub fn program(name: &str) -> PathBuf {
     static BIN: OnceLock<PathBuf> = OnceLock::new();
-    BIN.get_or_init(build_programs).join(name)
+    BIN.get_or_init(|| std::env::var_os("SHARDMILL_PROGRAMS").map_or_else(build_programs, PathBuf::from))
+        .join(name)
 }
 
 fn build_programs() -> PathBuf {

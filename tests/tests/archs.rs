@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use formats::checkpoint::Checkpoint;
+use runtime::device::DeviceOptions;
 use runtime::engine::Arithmetic;
 use runtime::logits::{LogitsOptions, LogitsRunner};
 use sha2::{Digest, Sha256};
@@ -52,7 +53,12 @@ fn logits_equal_the_oracles_on_any_cut() {
                         .arg("--source")
                         .arg(model(&folder)),
                 );
-                let options = LogitsOptions { arithmetic: Arithmetic::Reference, threads: None, chunk: 512 };
+                let options = LogitsOptions {
+                    arithmetic: Arithmetic::Reference,
+                    threads: None,
+                    chunk: 512,
+                    device: DeviceOptions::default(),
+                };
                 let mut runner = LogitsRunner::open(&out, &options).unwrap();
                 for sequence in ["seq0", "seq1"] {
                     let oracle = OracleLogits::read(&folder.join(format!("{sequence}.dense.safetensors")));

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use formats::checkpoint::Checkpoint;
+use runtime::device::DeviceOptions;
 use runtime::engine::{
     Arithmetic, Engine, EngineOptions, Event, EventStream, FinishReason, GenerationRequest,
 };
@@ -12,7 +13,9 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::Path;
 use tempfile::TempDir;
-use tests::{Chat, Fixture, OracleLogits, fixtures, kl_divergence, max_abs_difference, read_json, shared};
+use tests::{
+    Chat, Fixture, OracleLogits, fixtures, gpu, kl_divergence, max_abs_difference, read_json, shared,
+};
 
 const RANKS: [usize; 7] = [1, 2, 3, 4, 5, 7, 8];
 /// What README promises of the reference path; the oracles allow 1e-3.
@@ -20,7 +23,11 @@ const REFERENCE: f32 = 1e-4;
 
 fn runner(dir: &Path, arithmetic: Arithmetic) -> LogitsRunner {
     // A chunk that long prompts do not divide by, so that chunks are part of what is tested.
-    LogitsRunner::open(dir, &LogitsOptions { arithmetic, threads: None, chunk: 100 }).unwrap()
+    on(DeviceOptions::default(), dir, arithmetic)
+}
+
+fn on(device: DeviceOptions, dir: &Path, arithmetic: Arithmetic) -> LogitsRunner {
+    LogitsRunner::open(dir, &LogitsOptions { arithmetic, threads: None, chunk: 100, device }).unwrap()
 }
 
 /// The logits of `oracle`'s positions.
@@ -39,7 +46,12 @@ fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
 
 /// The engine's greedy answer to every prompt, all at the same time, held against the oracle's token for token.
 fn expect_greedy_answers(dir: &Path, arithmetic: Arithmetic, chats: &[Chat]) {
-    let engine = Engine::start(dir, &EngineOptions { arithmetic, ..EngineOptions::default() }).unwrap();
+    let options = EngineOptions { arithmetic, ..EngineOptions::default() };
+    expect_greedy_answers_with(dir, &options, chats);
+}
+
+fn expect_greedy_answers_with(dir: &Path, options: &EngineOptions, chats: &[Chat]) {
+    let engine = Engine::start(dir, options).unwrap();
     let submit = |chat: &Chat| {
         let sampling = SamplingParams::greedy();
         let stop_token_ids = vec![chat.stop];
@@ -60,7 +72,14 @@ fn expect_greedy_answers(dir: &Path, arithmetic: Arithmetic, chats: &[Chat]) {
                 end => break end,
             }
         };
-        assert_eq!(tokens, chat.greedy, "{} chat {i}, {arithmetic:?}", dir.display());
+        assert_eq!(
+            tokens,
+            chat.greedy,
+            "{} chat {i}, {:?} {:?}",
+            dir.display(),
+            options.arithmetic,
+            options.device
+        );
         assert_eq!(end, Event::Finished(FinishReason::Stop(chat.stop)));
     }
 }
@@ -188,4 +207,42 @@ fn a_long_prompt_gives_the_dense_oracle_on_both_paths() {
     let mean =
         oracle.rows.iter().zip(&fast).map(|(p, q)| kl_divergence(p, q)).sum::<f64>() / fast.len() as f64;
     assert!(mean <= 1e-3, "fast: mean KL {mean}");
+}
+
+/// On a GPU, all ranks on the first one: distributions close to the oracles', greedy answers equal, and the same numbers as on
+/// the processor up to the cache's BF16.
+#[test]
+fn a_gpu_gives_the_oracles_answers_on_any_number_of_ranks() {
+    let Some(device) = gpu("logits and greedy answers of the bundled models") else { return };
+    for fixture in fixtures() {
+        let chats = fixture.chats();
+        let oracles: Vec<OracleLogits> = (0..chats.len()).map(|i| fixture.chat_logits(i)).collect();
+        for (ranks, layout) in
+            [1, 3, 8].into_iter().flat_map(|ranks| ["ggml", "mma16"].map(|layout| (ranks, layout)))
+        {
+            let temp = TempDir::new().unwrap();
+            let dir = fixture.convert_as(layout, temp.path(), ranks);
+            let mut runner = on(device.clone(), &dir, Arithmetic::Fast);
+            let found: Vec<_> = oracles.iter().map(|oracle| rows(&mut runner, oracle)).collect();
+            drop(runner);
+            let divergences: Vec<f64> = found
+                .iter()
+                .zip(&oracles)
+                .flat_map(|(found, oracle)| oracle.rows.iter().zip(found).map(|(p, q)| kl_divergence(p, q)))
+                .collect();
+            let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
+            let difference = found
+                .iter()
+                .zip(&oracles)
+                .map(|(found, oracle)| largest_difference(found, &oracle.rows))
+                .fold(0.0, f32::max);
+            eprintln!(
+                "{} at {ranks} ranks, {layout}, cuda: mean KL {mean:.2e}, max difference {difference:.2e}",
+                fixture.name
+            );
+            assert!(mean <= 2e-3, "{} at {ranks} ranks, {layout}: mean KL {mean}", fixture.name);
+            let options = EngineOptions { device: device.clone(), verify: true, ..EngineOptions::default() };
+            expect_greedy_answers_with(&dir, &options, &chats);
+        }
+    }
 }

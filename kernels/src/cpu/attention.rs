@@ -11,7 +11,8 @@ use super::isa::Proven;
 use super::rows::Rows;
 use super::weight::Weight;
 use super::workers::{Scratch, Workers, grown};
-use crate::shape::{BLOCK_TOKENS, MlaForm, MlaShape, Span};
+use crate::shape::MlaShape;
+use crate::step::{BLOCK_TOKENS, MlaForm, Span, Step};
 use std::ops::Range;
 
 /// Rows or heads that meet a block of keys together.
@@ -28,7 +29,7 @@ pub(super) struct Attention<'a> {
     pub kv_b: &'a Weight,
     /// `[slots, kv_lora + rope]`
     pub cache: &'a [f32],
-    pub spans: &'a [Span<'a>],
+    pub step: &'a Step,
 }
 
 /// Intermediate results, as large as the largest batch so far.
@@ -56,7 +57,7 @@ impl Attention<'_> {
         assert_eq!([self.kv_b.rows, self.kv_b.cols], expected, "kv_b_proj's shape");
         for form in [MlaForm::Absorbed, MlaForm::Materialised] {
             buffers.rows.clear();
-            for (i, span) in self.spans.iter().enumerate().filter(|(_, span)| span.form == form) {
+            for (i, span) in self.step.spans().enumerate().filter(|(_, span)| span.form == form) {
                 buffers.rows.extend(span.rows.clone().map(|row| (row, i)));
             }
             if buffers.rows.is_empty() {
@@ -87,16 +88,16 @@ impl Attention<'_> {
 
         let groups = shape.heads.div_ceil(TILE);
         let latents = grown(latents, n * groups * TILE * latent);
-        let scores = rows.iter().map(|&(row, span)| self.spans[span].position(row) + 1).sum::<usize>();
+        let scores = rows.iter().map(|&(row, span)| self.step.span(span).position(row) + 1).sum::<usize>();
         workers.chunks(latents, TILE * latent, scores * shape.heads * width * 2, |i, out, scratch| {
             let (row, span) = rows[i / groups];
             let first = i % groups * TILE;
             let heads = TILE.min(shape.heads - first);
             let queries = Rows::new(&queries[(first * n + i / groups) * width..], n * width);
-            let seen = self.spans[span].position(row) + 1;
+            let seen = self.step.span(span).position(row) + 1;
             out.fill(0.0);
             let mut softmax = [SoftmaxState::default(); TILE];
-            for keys in blocks(&self.spans[span], seen) {
+            for keys in blocks(&self.step.span(span), seen) {
                 let keys_len = keys.len();
                 let keys = Rows::new(&cache[keys.start * width..], width);
                 let scores = grown(&mut scratch.sums, heads * keys_len);
@@ -181,7 +182,7 @@ impl Attention<'_> {
         let shape = self.shape;
         let n = buffers.rows.len();
         let attended = grown(&mut buffers.attended, shape.heads * n * shape.v);
-        let spans = || self.spans.iter().filter(|span| span.form == MlaForm::Materialised);
+        let spans = || self.step.spans().filter(|span| span.form == MlaForm::Materialised);
         let context: usize = spans().map(|span| span.cached + span.rows.len()).sum();
         let work = context * shape.kv_b_rows() * shape.kv_lora;
         workers.chunks(attended, n * shape.v, work, |head, out, scratch| {
@@ -191,7 +192,7 @@ impl Attention<'_> {
             let mut out = out;
             for span in spans() {
                 let (rows, rest) = out.split_at_mut(span.rows.len() * shape.v);
-                self.materialised_span(isa, head, span, rows, scratch);
+                self.materialised_span(isa, head, &span, rows, scratch);
                 out = rest;
             }
         });

@@ -2,7 +2,8 @@
 
 use super::elementwise::RmsNorm;
 use super::isa::Proven;
-use crate::shape::{MlaShape, Span};
+use crate::shape::MlaShape;
+use crate::step::Span;
 use formats::config::{RopeConfig, RopePairing};
 
 /// Cos and sin of every pair at one position, scaled.

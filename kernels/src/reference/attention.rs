@@ -1,7 +1,8 @@
 //! Multi-head latent attention, one span and one head at a time.
 
 use super::{Matrix, dot, rms_norm, widen};
-use crate::shape::{MlaForm, MlaShape, Span};
+use crate::shape::MlaShape;
+use crate::step::{MlaForm, Span};
 use formats::config::{RopeConfig, RopePairing};
 
 /// Rotates `q` and fills the cache for the rows of one span.

@@ -5,9 +5,14 @@
 use bytes::Bytes;
 use formats::config::{GroupScore, RopeConfig, RopePairing, RouterConfig, ScoringFunc};
 use formats::{Dtype, Shape, TensorView, quant};
-use kernels::HostBuffer;
 use kernels::cpu::{Cpu, Isa};
+use kernels::cuda::Cuda;
+use kernels::cuda::driver::Device;
 use kernels::shape::{MlaShape, MoeShape};
+use kernels::{Backend, ExpertWeights};
+use std::cell::RefCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, LazyLock};
 
 /// SplitMix64 (Steele, Lea and Flood, 2014): the same stream everywhere.
 pub struct Random(pub u64);
@@ -92,30 +97,98 @@ pub fn cpus(threads: usize) -> Vec<(Isa, Cpu)> {
     available.map(|isa| (isa, Cpu::with_isa(isa, threads).unwrap())).collect()
 }
 
-pub fn buffer(values: &[f32]) -> HostBuffer {
-    let mut buffer = HostBuffer::zeros(values.len());
-    buffer.values_mut().copy_from_slice(values);
+/// The GPU of a thread, which it gets back when the test is done with it: to open one and load its kernels takes a second.
+pub struct Gpu(Option<Cuda>);
+
+thread_local! {
+    static IDLE: RefCell<Option<Cuda>> = const { RefCell::new(None) };
+}
+
+impl Deref for Gpu {
+    type Target = Cuda;
+
+    fn deref(&self) -> &Cuda {
+        self.0.as_ref().unwrap()
+    }
+}
+
+impl DerefMut for Gpu {
+    fn deref_mut(&mut self) -> &mut Cuda {
+        self.0.as_mut().unwrap()
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        IDLE.set(self.0.take());
+    }
+}
+
+/// The GPU, where `SHARDRUN_TEST_DEVICE=cuda` asks for it; otherwise a line on stderr says that nothing ran there.
+pub fn cuda() -> Option<Gpu> {
+    const VARIABLE: &str = "SHARDRUN_TEST_DEVICE";
+    match std::env::var(VARIABLE).as_deref() {
+        Ok("cuda") => {
+            static DEVICE: LazyLock<Arc<Device>> = LazyLock::new(|| Device::open(0).unwrap());
+            let idle = IDLE.take();
+            Some(Gpu(Some(idle.unwrap_or_else(|| Cuda::new(&DEVICE).unwrap()))))
+        }
+        Ok(other) => panic!("{VARIABLE}: expected cuda, found {other}"),
+        Err(_) => {
+            static SAID: std::sync::Once = std::sync::Once::new();
+            SAID.call_once(|| {
+                // Straight to the stream: the test harness hides what the print macros write.
+                let line = format!("NOT RUN on a GPU without {VARIABLE}=cuda\n");
+                std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes()).unwrap();
+            });
+            None
+        }
+    }
+}
+
+/// Runs a block for every backend under test: `name` is a `String`, `b` a `&mut` of it.
+#[macro_export]
+macro_rules! each_backend {
+    (|$name:ident, $b:ident| $body:block) => {
+        for (isa, mut cpu) in cpus(1) {
+            let ($name, $b) = (isa.to_string(), &mut cpu);
+            $body
+        }
+        if let Some(mut gpu) = cuda() {
+            let ($name, $b) = ("cuda".to_owned(), &mut *gpu);
+            $body
+        }
+    };
+}
+
+pub fn buffer<B: Backend>(b: &mut B, values: &[f32]) -> B::Buffer {
+    let mut buffer = b.zeros(values.len()).unwrap();
+    b.write(&mut buffer, values);
     buffer
 }
 
 /// `values`, then NaN where no operation may read.
-pub fn fenced(values: &[f32]) -> HostBuffer {
-    buffer(&[values, &[f32::NAN; FENCE]].concat())
+pub fn fenced<B: Backend>(b: &mut B, values: &[f32]) -> B::Buffer {
+    buffer(b, &[values, &[f32::NAN; FENCE]].concat())
 }
 
 /// An output of `len` values, all NaN, and NaN after it.
-pub fn poisoned(len: usize) -> HostBuffer {
-    buffer(&vec![f32::NAN; len + FENCE])
+pub fn poisoned<B: Backend>(b: &mut B, len: usize) -> B::Buffer {
+    buffer(b, &vec![f32::NAN; len + FENCE])
 }
 
-/// The output, if all of it was written and nothing after it.
-pub fn written(out: &HostBuffer) -> Vec<f32> {
-    let (out, fence) = out.values().split_at(out.values().len() - FENCE);
+/// The output of `len` values, if all of it was written and nothing after it.
+#[track_caller]
+pub fn written<B: Backend>(b: &mut B, out: &B::Buffer, len: usize) -> Vec<f32> {
+    let mut values = vec![0.0; len + FENCE];
+    b.read(out, 0..len + FENCE, &mut values);
+    b.finish().unwrap();
+    let fence = values.split_off(len);
     assert!(fence.iter().all(|v| v.is_nan()), "values were written beyond the output");
-    if let Some(i) = out.iter().position(|v| v.is_nan()) {
-        panic!("value {i} of {} is NaN", out.len());
+    if let Some(i) = values.iter().position(|v| v.is_nan()) {
+        panic!("value {i} of {} is NaN", values.len());
     }
-    out.to_vec()
+    values
 }
 
 const FENCE: usize = 37;
@@ -175,5 +248,23 @@ pub fn moe_shape(hidden: usize, intermediate: usize, [experts, per_token]: [usiz
             norm_topk_floor: Some(1e-20),
             routed_scaling_factor: 2.5,
         },
+    }
+}
+
+/// Tokens from which on a GPU rounds the factors of products to f16, and what that adds to a bound: 2^-11 of each factor.
+pub const MANY: usize = 17;
+pub const HALF_TERMS: usize = 1 << 13;
+
+/// Three stacks of random blocks for the local experts.
+pub fn expert_weights(
+    random: &mut Random,
+    shape: &MoeShape,
+    [up, down]: [Dtype; 2],
+) -> ExpertWeights<TensorView> {
+    let (e, i, h) = (shape.local_experts.len(), shape.intermediate, shape.hidden);
+    ExpertWeights {
+        gate: random.weight(up, &[e, i, h]),
+        up: random.weight(up, &[e, i, h]),
+        down: random.weight(down, &[e, h, i]),
     }
 }

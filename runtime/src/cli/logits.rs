@@ -45,6 +45,7 @@ impl Logits {
             arithmetic: self.device.arithmetic(),
             threads: self.device.threads,
             chunk: EngineOptions::default().max_num_batched_tokens,
+            device: self.device.options(),
         };
         let logits = logits::run(&self.checkpoint.dir, &tokens, self.last, &options)?;
         write(&self.out, &tokens, &logits)?;

@@ -177,8 +177,9 @@ impl Serve {
         let loading = tokio::task::spawn_blocking(move || self.load());
         let loaded = tokio::select! {
             loaded = loading => loaded.map_err(|error| Error::Failed(format!("loading: {error}")))?,
-            // Loading cannot be stopped half-way, but the process can.
-            () = signals.next() => std::process::exit(INTERRUPTED.into()),
+            // Loading cannot be stopped half-way, but the process can: at once, because a GPU's driver must not be taken down under
+            // threads that talk to it.
+            () = signals.next() => signal_hook::low_level::exit(INTERRUPTED.into()),
         };
         let engine = loaded?.ready(&readiness, scheme, address)?;
 

@@ -1,0 +1,128 @@
+//! Machine code on a device.
+
+use super::{Device, check};
+use crate::cuda::CudaError;
+use cudarc::driver::sys;
+use std::ffi::{CString, c_int};
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+/// Kernels of one compiled source.
+#[derive(Debug)]
+pub struct Module {
+    device: Arc<Device>,
+    raw: sys::CUmodule,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Module {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Module {}
+
+/// One kernel. It lives as long as its module.
+#[derive(Debug)]
+pub struct Kernel {
+    module: Arc<Module>,
+    pub(super) raw: sys::CUfunction,
+    pub(super) name: &'static str,
+    room: usize,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Kernel {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Kernel {}
+
+impl Module {
+    /// Loads machine code.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn new(device: &Arc<Device>, code: &[u8]) -> Result<Arc<Self>, CudaError> {
+        device.bind()?;
+        let mut raw = MaybeUninit::uninit();
+        // SAFETY: the driver reads an ELF image whose own header says how long it is; it came whole from the compiler.
+        check(unsafe { sys::cuModuleLoadData(raw.as_mut_ptr(), code.as_ptr().cast()) }, "cuModuleLoadData")?;
+        // SAFETY: written on success.
+        Ok(Arc::new(Self { device: Arc::clone(device), raw: unsafe { raw.assume_init() } }))
+    }
+
+    /// A kernel by name, which may use up to `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn kernel(self: &Arc<Self>, name: &'static str, shared_bytes: usize) -> Result<Kernel, CudaError> {
+        let text = CString::new(name).expect("kernel names have no zero in them");
+        let mut raw = MaybeUninit::uninit();
+        // SAFETY: a pointer to a function handle, a live module and a zero-terminated name.
+        check(unsafe { sys::cuModuleGetFunction(raw.as_mut_ptr(), self.raw, text.as_ptr()) }, name)?;
+        // SAFETY: written on success.
+        let raw = unsafe { raw.assume_init() };
+        if shared_bytes > 48 << 10 {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let bytes = c_int::try_from(shared_bytes).expect("shared memory of a block is small");
+            // SAFETY: a live function.
+            check(unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) }, name)?;
+        }
+        Ok(Kernel { module: Arc::clone(self), raw, name, room: shared_bytes })
+    }
+
+    /// A kernel that may use all the shared memory that its own leaves of a block's.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn kernel_with_all_shared(self: &Arc<Self>, name: &'static str) -> Result<Kernel, CudaError> {
+        let kernel = self.kernel(name, 0)?;
+        let mut own = 0;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: a pointer to an integer and a live function.
+        check(unsafe { sys::cuFuncGetAttribute(&raw mut own, attribute, kernel.raw) }, name)?;
+        let room = self.device.shared_bytes().saturating_sub(usize::try_from(own).unwrap_or(usize::MAX));
+        self.kernel(name, room)
+    }
+
+    /// Integers that the source exports under a name.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn integers<const N: usize>(&self, name: &'static str) -> Result<[i32; N], CudaError> {
+        self.device.bind()?;
+        let text = CString::new(name).expect("names have no zero in them");
+        let (mut address, mut bytes) = (0, 0);
+        // SAFETY: pointers to an address and a size, a live module and a zero-terminated name.
+        let found =
+            unsafe { sys::cuModuleGetGlobal_v2(&raw mut address, &raw mut bytes, self.raw, text.as_ptr()) };
+        check(found, name)?;
+        assert_eq!(bytes, N * 4, "integers of {name}");
+        let mut values = [0; N];
+        // SAFETY: as many bytes as the driver says there are, into memory of that size.
+        check(unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), address, bytes) }, name)?;
+        Ok(values)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: loaded in `new`; kernels keep their module alive. Nothing can be done about a refusal.
+            let _ = unsafe { sys::cuModuleUnload(self.raw) };
+        }
+    }
+}
+
+impl Kernel {
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The most dynamic shared memory that it may be given.
+    pub fn room(&self) -> usize {
+        self.room
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.module.device
+    }
+}

@@ -1,0 +1,249 @@
+//! Products of many tokens, on tensor cores, and what they need around them.
+#![expect(
+    unsafe_code,
+    reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
+)]
+
+use super::compile::{Form, Unit, architecture};
+use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
+use super::kernels::{grid, int, launch};
+use super::{Buffer, CudaError, Weight};
+use crate::shape::MoeShape;
+use formats::Dtype;
+use std::ptr::from_mut;
+
+/// From this many tokens on products are made on tensor cores.
+pub(super) const MANY: usize = 17;
+
+/// As in gemm.cu: tokens and rows of a block, and columns of a tile.
+const TILE: usize = 128;
+const COLUMNS: usize = 64;
+const THREADS: usize = 256;
+
+/// Activations as f16, `stride` apart, with a factor for each row.
+#[derive(Debug)]
+pub(super) struct Halves {
+    /// `[rows, stride]`, two in each value
+    pub values: Buffer,
+    /// `[rows]`
+    pub scales: Buffer,
+}
+
+/// What of a MoE layer's visits the device writes down.
+#[derive(Debug)]
+pub(super) struct Groups {
+    /// `[visits]`, as integers
+    pub order: Buffer,
+    /// Expert, first visit and visits of each tile; the last value is their number. As integers.
+    pub tiles: Buffer,
+    /// `[visits, hidden]`
+    pub sums: Buffer,
+}
+
+impl Groups {
+    /// The most tiles of a number of visits.
+    pub(super) fn most_tiles(visits: usize, experts: usize) -> usize {
+        (visits / TILE + experts).min(visits)
+    }
+
+    /// Values of `tiles` for so many visits.
+    pub(super) fn tiles_len(visits: usize, experts: usize) -> usize {
+        3 * Self::most_tiles(visits, experts) + 1
+    }
+}
+
+/// From one row of f16 to the next: whole tiles.
+pub(super) fn stride(columns: usize) -> usize {
+    columns.next_multiple_of(COLUMNS)
+}
+
+/// Products with one type of weights.
+#[derive(Debug)]
+pub(super) struct Gemm {
+    gemm: Kernel,
+    gemm_experts: Kernel,
+}
+
+impl Gemm {
+    pub(super) fn new(stream: &Stream, form: Form) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let module = Module::new(device, &Unit::gemm(form).code(&architecture(device.capability()))?)?;
+        let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
+        Ok(Self { gemm: kernel("gemm")?, gemm_experts: kernel("gemm_experts")? })
+    }
+
+    /// `out` `[tokens, w.rows]` = `w` `x`
+    pub(super) fn product(&self, stream: &Stream, w: &Weight, x: &Halves, tokens: usize, out: &Buffer) {
+        let stride = stride(w.cols);
+        x.values.holds(tokens * stride / 2);
+        x.scales.holds(tokens);
+        out.holds(tokens * w.rows);
+        let shared = Unit::dynamic_shared_bytes("gemm");
+        // SAFETY: rows below `w.rows`, columns below the stride, tokens below `tokens`: checked above.
+        unsafe {
+            launch!(stream, self.gemm, [w.rows.div_ceil(TILE), tokens.div_ceil(TILE), 1], THREADS, shared, w.cost(w.rows);
+                w.address, x.values.address(), x.scales.address(), out.address(), int(w.rows), int(w.cols),
+                int(stride), int(tokens));
+        }
+    }
+
+    /// `out` `[visits, w.rows]`: every local visit's product with its expert; visit v has row `v / divisor` of `x`.
+    #[expect(clippy::too_many_arguments, reason = "a product and how its rows are grouped")]
+    pub(super) fn experts(
+        &self,
+        stream: &Stream,
+        w: &Weight,
+        x: &Halves,
+        groups: &Groups,
+        visits: usize,
+        divisor: usize,
+        out: &Buffer,
+    ) {
+        let stride = stride(w.cols);
+        x.values.holds(visits.div_ceil(divisor) * stride / 2);
+        x.scales.holds(visits.div_ceil(divisor));
+        out.holds(visits * w.rows);
+        let (tiles, len) = (Groups::most_tiles(visits, w.experts), Groups::tiles_len(visits, w.experts));
+        groups.order.holds(visits);
+        groups.tiles.holds(len);
+        let shared = Unit::dynamic_shared_bytes("gemm_experts");
+        // SAFETY: the tiles that `group_visits` made name local experts and visits only; sizes as checked above.
+        unsafe {
+            launch!(stream, self.gemm_experts, [w.rows.div_ceil(TILE), tiles, 1], THREADS, shared, w.cost(w.rows * w.experts.min(visits));
+                w.address, x.values.address(), x.scales.address(), out.address(), int(w.rows), int(w.cols),
+                int(stride), groups.order.address(), groups.tiles.address(),
+                groups.tiles.address() + (len as u64 - 1) * 4, int(divisor));
+        }
+    }
+}
+
+/// Conversions, grouping and sums.
+#[derive(Debug)]
+pub(super) struct RowKernels {
+    to_half: Kernel,
+    swiglu_to_half: Kernel,
+    group_visits: Kernel,
+    sum_visits: Kernel,
+    f32_product: Kernel,
+}
+
+impl RowKernels {
+    pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let module = Module::new(device, &Unit::rows().code(&architecture(device.capability()))?)?;
+        let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
+        Ok(Self {
+            to_half: kernel("to_half")?,
+            swiglu_to_half: kernel("swiglu_to_half")?,
+            group_visits: kernel("group_visits")?,
+            sum_visits: kernel("sum_visits")?,
+            f32_product: kernel("f32_product")?,
+        })
+    }
+
+    /// `out` `[tokens, w.rows]` = `w` `x` `[tokens, w.cols]`, all f32 and as exact as that is. `false`, and nothing done, for other
+    /// weights and for few tokens.
+    pub(super) fn f32_product(
+        &self,
+        stream: &Stream,
+        w: &Weight,
+        x: &Buffer,
+        tokens: usize,
+        out: &Buffer,
+    ) -> bool {
+        /// As in rows.cu.
+        const SIDE: usize = 64;
+        let aligned = w.cols.is_multiple_of(4) && w.address.is_multiple_of(16);
+        if w.form.dtype != Dtype::F32 || tokens < MANY || !aligned || w.rows == 0 {
+            return false;
+        }
+        x.holds(tokens * w.cols);
+        out.holds(tokens * w.rows);
+        // SAFETY: rows below `w.rows`, columns below `w.cols`, tokens below `tokens`: checked above.
+        unsafe {
+            launch!(stream, self.f32_product, [w.rows.div_ceil(SIDE), tokens.div_ceil(SIDE), 1], THREADS, 0, w.cost(w.rows);
+                w.address, x.address(), out.address(), int(w.rows), int(w.cols), int(tokens));
+        }
+        true
+    }
+
+    /// `out` = `x` `[rows, width]`
+    pub(super) fn to_half(&self, stream: &Stream, x: &Buffer, rows: usize, width: usize, out: &Halves) {
+        x.holds(rows * width);
+        out.values.holds(rows * stride(width) / 2);
+        out.scales.holds(rows);
+        // SAFETY: a block for each of `rows` rows; sizes as checked above.
+        unsafe {
+            launch!(stream, self.to_half, [rows, 1, 1], THREADS, 0;
+                x.address(), out.values.address(), out.scales.address(), int(width), int(stride(width)));
+        }
+    }
+
+    /// `out` = silu(`gate`) * `up`, `[rows, width]`
+    pub(super) fn swiglu_to_half(
+        &self,
+        stream: &Stream,
+        [gate, up]: [&Buffer; 2],
+        rows: usize,
+        width: usize,
+        out: &Halves,
+    ) {
+        gate.holds(rows * width);
+        up.holds(rows * width);
+        out.values.holds(rows * stride(width) / 2);
+        out.scales.holds(rows);
+        // SAFETY: a block for each of `rows` rows; sizes as checked above.
+        unsafe {
+            launch!(stream, self.swiglu_to_half, [rows, 1, 1], THREADS, 0;
+                gate.address(), up.address(), out.values.address(), out.scales.address(), int(width),
+                int(stride(width)));
+        }
+    }
+
+    /// Puts the visits of local experts in the order of the experts.
+    pub(super) fn group(
+        &self,
+        stream: &Stream,
+        shape: &MoeShape,
+        choice: &Buffer,
+        rows: usize,
+        groups: &Groups,
+    ) {
+        let (k, experts) = (shape.num_experts_per_tok, shape.local_experts.len());
+        let visits = rows * k;
+        choice.holds(rows * 2 * k);
+        groups.order.holds(visits);
+        let len = Groups::tiles_len(visits, experts);
+        groups.tiles.holds(len);
+        // SAFETY: no more tiles than `most_tiles`, because each is full or the last of an expert with visits; sizes as checked
+        // above.
+        unsafe {
+            launch!(stream, self.group_visits, [1, 1, 1], 1024, experts * 8;
+                choice.address(), groups.order.address(), groups.tiles.address(),
+                groups.tiles.address() + (len as u64 - 1) * 4, int(rows), int(k), int(shape.local_experts.start),
+                int(experts));
+        }
+    }
+
+    /// `out` `[rows, hidden]`: the weighted sums of the local visits.
+    pub(super) fn sum_visits(
+        &self,
+        stream: &Stream,
+        shape: &MoeShape,
+        groups: &Groups,
+        choice: &Buffer,
+        rows: usize,
+        out: &Buffer,
+    ) {
+        let (k, width) = (shape.num_experts_per_tok, shape.hidden);
+        groups.sums.holds(rows * k * width);
+        choice.holds(rows * 2 * k);
+        out.holds(rows * width);
+        // SAFETY: `rows` rows of `width`; sizes as checked above.
+        unsafe {
+            launch!(stream, self.sum_visits, [width.div_ceil(THREADS), rows, 1], THREADS, 0;
+                groups.sums.address(), choice.address(), out.address(), int(width), int(k),
+                int(shape.local_experts.start), int(shape.local_experts.len()));
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Weights on a device: views of an arena, or memory of their own.
+
+use super::compile::{Form, Tiling, WEIGHT_TYPES};
+use super::driver::{Cost, Memory, Stream};
+use crate::Error;
+use crate::shape::{dims, dims_of};
+use formats::{Dtype, Shape, TensorView, quant};
+use std::sync::Arc;
+
+/// A weight in the checkpoint's own blocks. Where that type has no kernel it is BF16, and vectors are F32.
+#[derive(Debug)]
+pub struct Weight {
+    pub(super) form: Form,
+    pub(super) experts: usize,
+    /// Rows of a matrix, of each one in a stack; 1 for a vector.
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) address: u64,
+    /// The largest magnitude of a vector; 0 of a matrix.
+    pub(super) largest: f32,
+    /// What it lies in.
+    _memory: Arc<Memory>,
+}
+
+/// How a tensor is to be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Storage {
+    /// As it is.
+    Own,
+    /// As this type.
+    As(Dtype),
+}
+
+/// How a tensor of this type and shape is stored; a vector is F32 whatever its type.
+pub(super) fn storage(dtype: Dtype, is_vector: bool) -> Storage {
+    match (is_vector, dtype) {
+        (_, Dtype::F32) => Storage::Own,
+        (true, _) => Storage::As(Dtype::F32),
+        (false, dtype) if WEIGHT_TYPES.contains(&dtype) => Storage::Own,
+        (false, _) => Storage::As(Dtype::BF16),
+    }
+}
+
+/// Bytes that kernels read at a time.
+fn alignment(dtype: Dtype) -> u64 {
+    match dtype {
+        Dtype::F32 => 4,
+        Dtype::MXFP4 => 1,
+        _ => 2,
+    }
+}
+
+impl Weight {
+    /// Takes over what lies at `offset` of `arena`, or converts `view`, which has the same bytes, to a type with kernels.
+    pub(super) fn in_arena(
+        stream: &Stream,
+        arena: &Arc<Memory>,
+        offset: u64,
+        view: &TensorView,
+        tiling: Tiling,
+    ) -> Result<Self, Error> {
+        let [experts, rows, cols] = dims_of(view)?;
+        let address = arena.address() + offset;
+        let is_vector = view.shape().dims().len() == 1;
+        let bytes = view.bytes().len() as u64;
+        assert!(offset + bytes <= arena.bytes() as u64, "a tensor beyond its arena");
+        let aligned = address.is_multiple_of(alignment(view.dtype()));
+        if storage(view.dtype(), is_vector) != Storage::Own || !aligned {
+            return Self::alone(stream, view, tiling);
+        }
+        let (form, largest) = (Form { dtype: view.dtype(), tiling }, largest(view));
+        Ok(Self { form, experts, rows, cols, address, largest, _memory: Arc::clone(arena) })
+    }
+
+    /// Copies `view` into memory of its own, in a type with kernels.
+    pub(super) fn alone(stream: &Stream, view: &TensorView, tiling: Tiling) -> Result<Self, Error> {
+        let [experts, rows, cols] = dims_of(view)?;
+        let (dtype, converted) = match storage(view.dtype(), view.shape().dims().len() == 1) {
+            Storage::Own => (view.dtype(), None),
+            Storage::As(to) => (to, Some(convert(view, to)?)),
+        };
+        let bytes: &[u8] = converted.as_deref().unwrap_or(view.bytes());
+        let memory = Arc::new(Memory::new(stream.device(), bytes.len(), "a weight")?);
+        stream.write(&memory, 0, bytes);
+        let (form, address) = (Form { dtype, tiling }, memory.address());
+        Ok(Self { form, experts, rows, cols, address, largest: largest(view), _memory: memory })
+    }
+
+    /// A weight that was made on the device: `memory` holds it, in a type with kernels.
+    pub(super) fn made(form: Form, shape: &Shape, largest: f32, memory: Arc<Memory>) -> Result<Self, Error> {
+        let [experts, rows, cols] = dims(shape)?;
+        Ok(Self { form, experts, rows, cols, address: memory.address(), largest, _memory: memory })
+    }
+
+    /// What reading `rows` rows costs.
+    pub(super) fn cost(&self, rows: usize) -> Cost {
+        let row = self.cols / self.form.dtype.block_len() * self.form.dtype.block_bytes();
+        Cost { bytes: (rows * row) as u64, weight: Some((self.form.dtype, self.rows, self.cols)) }
+    }
+
+    /// A vector's values.
+    pub(super) fn vector(&self) -> u64 {
+        assert!(self.form.dtype == Dtype::F32 && self.rows == 1, "a vector of F32");
+        self.address
+    }
+}
+
+/// The largest magnitude of a vector.
+fn largest(view: &TensorView) -> f32 {
+    let Some(decode) = quant::decoder(view.dtype()).filter(|_| view.shape().dims().len() == 1) else {
+        return 0.0;
+    };
+    let mut values = vec![0.0; view.shape().elements() as usize];
+    decode(view.bytes(), &mut values);
+    values.iter().fold(0.0, |largest, value| value.abs().max(largest))
+}
+
+/// All values as F32 or BF16, the latter rounded to nearest, ties to even.
+fn convert(view: &TensorView, to: Dtype) -> Result<Vec<u8>, Error> {
+    let dtype = view.dtype();
+    let decode = quant::decoder(dtype).ok_or(Error::UnsupportedType { dtype })?;
+    // A piece at a time: a whole stack of experts as F32 would be several times its own size.
+    const PIECE: usize = 1 << 16;
+    let (len, bytes) = (dtype.block_len(), dtype.block_bytes());
+    let blocks = PIECE / len;
+    let mut values = vec![0.0; blocks * len];
+    let mut out = Vec::with_capacity(view.shape().elements() as usize * to.block_bytes());
+    for piece in view.bytes().chunks(blocks * bytes) {
+        let values = &mut values[..piece.len() / bytes * len];
+        decode(piece, values);
+        match to {
+            Dtype::F32 => out.extend(values.iter().flat_map(|value| value.to_le_bytes())),
+            _ => out.extend(values.iter().flat_map(|&value| bf16(value).to_le_bytes())),
+        }
+    }
+    Ok(out)
+}
+
+/// The nearest BF16, ties to even; a NaN stays one.
+pub(super) fn bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        return (bits >> 16) as u16 | 0x40;
+    }
+    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
