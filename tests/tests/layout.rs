@@ -39,13 +39,14 @@ fn a_checkpoint_of_tiles_is_proven_and_gives_back_its_tensors() {
         success(&mut shardmill(&["verify", "--source"], &[&bundled().gguf, &dir]));
         let found = layouts(&dir);
         let of = |name: &str| found.iter().find(|(own, _)| own == name).unwrap().1.clone();
-        // Looked up row by row; BF16; F32; a cut whose parts are whole tiles.
+        // Looked up row by row; BF16; F32; a type without kernels for tiles; cuts whose parts are whole tiles.
         assert_eq!(of("model.embed_tokens.weight"), Layout::Ggml);
         assert_eq!(of("model.layers.1.self_attn.kv_b_proj.weight"), Layout::Ggml);
         assert_eq!(of("model.norm.weight"), Layout::Ggml);
-        assert_eq!(of("model.layers.1.mlp.experts.down_proj.weight"), Layout::Mma16);
-        assert_eq!(of("model.layers.1.mlp.experts.gate_proj.weight"), Layout::Mma16);
-        let tensors = ["blk.1.ffn_down_exps.weight", "blk.0.attn_output.weight", "blk.2.attn_v_b.weight"];
+        assert_eq!(of("model.layers.1.mlp.experts.down_proj.weight"), Layout::Ggml);
+        assert_eq!(of("model.layers.1.mlp.shared_experts.up_proj.weight"), Layout::Mma16);
+        assert_eq!(of("model.layers.1.self_attn.o_proj.weight"), Layout::Mma16);
+        let tensors = ["blk.1.ffn_up_shexp.weight", "blk.0.attn_output.weight", "blk.2.attn_v_b.weight"];
         for tensor in tensors {
             let [source, own] = [&bundled().gguf, &dir].map(|from| {
                 let to = temp.path().join("x.safetensors");
@@ -96,16 +97,18 @@ fn plan_and_inspect_show_the_layout() {
     let text = |words: &[&str], path: &Path| {
         String::from_utf8(success(&mut shardmill(words, &[path])).stdout).unwrap()
     };
-    assert!(text(&["plan", "--layout", "mma16"], &gguf).contains("Q3_K mma16.v1"));
+    assert!(text(&["plan", "--layout", "mma16"], &gguf).contains("Q5_K mma16.v1"));
     assert!(!text(&["plan"], &gguf).contains("mma16"));
     let json: Value = serde_json::from_str(&text(&["plan", "--layout", "mma16", "--json"], &gguf)).unwrap();
     let tensor = |name: &str| json["tensors"].as_array().unwrap().iter().find(|t| t["name"] == name).unwrap();
-    assert_eq!(tensor("model.layers.1.mlp.experts.down_proj.weight")["layout"], "mma16.v1");
+    assert_eq!(tensor("model.layers.1.self_attn.o_proj.weight")["layout"], "mma16.v1");
+    // No kernel multiplies tiles of Q3_K.
+    assert_eq!(tensor("model.layers.1.mlp.experts.down_proj.weight")["layout"], "ggml");
     assert_eq!(tensor("model.embed_tokens.weight")["layout"], "ggml");
     let dir = convert(temp.path(), "out", &["--ranks", "2", "--layout", "mma16"]);
-    let name = "model.layers.1.mlp.experts.down_proj.weight";
+    let name = "model.layers.1.self_attn.o_proj.weight";
     for path in [dir.clone(), dir.join("rank-1-of-2.safetensors")] {
-        assert!(text(&["inspect"], &path).contains("Q3_K mma16.v1"));
+        assert!(text(&["inspect"], &path).contains("Q5_K mma16.v1"));
         assert!(text(&["inspect", "--tensor", name], &path).contains("mma16.v1"));
     }
 }
