@@ -133,7 +133,8 @@ impl Fixture {
 
     /// The same in a layout of choice.
     pub fn convert_as(&self, layout: &str, dir: &Path, ranks: usize) -> PathBuf {
-        let out = dir.join(format!("{}-{ranks}-{layout}", self.name));
+        let suffix = if layout == "ggml" { String::new() } else { format!("-{layout}") };
+        let out = dir.join(format!("{}-{ranks}{suffix}", self.name));
         let arguments = ["convert".as_ref(), self.gguf.as_os_str(), out.as_os_str()];
         let options = ["--ranks", &ranks.to_string(), "--layout", layout];
         success(Command::new(program("shardmill")).args(arguments).args(options));
