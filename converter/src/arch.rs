@@ -149,7 +149,7 @@ pub fn describe(set: &GgufSet) -> Result<Model, Error> {
         return Err(keys.refuse("expert_count", "the number of experts", found));
     }
     let ffns = ffns(&keys, block_count)?;
-    let moe = moe(architecture, &keys, block_count, vocab_size)?;
+    let moe = moe(architecture, &keys, set, block_count, vocab_size)?;
     let indexer = architecture.indexer.as_ref().map(|rule| indexer(rule, &keys)).transpose()?;
     let roles = match &architecture.indexer {
         Some(rule) => indexer_roles(rule, &keys, trunk, context)?,
@@ -301,6 +301,7 @@ fn ffns(keys: &Keys<'_>, block_count: usize) -> Result<Vec<FfnConfig>, Error> {
 fn moe(
     architecture: &Architecture,
     keys: &Keys<'_>,
+    set: &GgufSet,
     block_count: usize,
     vocab_size: usize,
 ) -> Result<Option<MoeConfig>, Error> {
@@ -314,6 +315,14 @@ fn moe(
         (0, Gating::Default(scoring)) => *scoring,
         (0, Gating::SigmoidForGlmFlash) if matches!(block_count, 47 | 48) && vocab_size == 154_880 => {
             ScoringFunc::Sigmoid
+        }
+        // A bias per expert is what sigmoid routers have: softmax would be a silent guess.
+        (0, Gating::SigmoidForGlmFlash)
+            if (0..block_count).any(|layer| has(set, layer, LayerRole::EScoreCorrectionBias)) =>
+        {
+            let expected =
+                "1 (softmax) or 2 (sigmoid), because the routers have a bias for each expert (exp_probs_b)";
+            return Err(keys.refuse("expert_gating_func", expected, "no such key"));
         }
         (0, Gating::SigmoidForGlmFlash) => ScoringFunc::Softmax,
         (found, _) => {

@@ -17,6 +17,7 @@ const BYTE_LEVEL_BPE: &str = "gpt2";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
+const SCORES: &str = "tokenizer.ggml.scores";
 
 /// Ends of a turn that llama.cpp knows by their text, whatever the metadata say, of the models that are converted here.
 const ENDS_OF_GENERATION: &[&str] = &[
@@ -74,6 +75,7 @@ impl Tokenizer {
         let tokens = keys.tokens()?;
         let ids = keys.index(&tokens)?;
         let kinds = keys.kinds(tokens.len())?;
+        keys.check_scores(tokens.len())?;
         let merges = keys.merges(&ids)?;
         keys.check_bytes(&ids)?;
         keys.check_special_ids(tokens.len())?;
@@ -224,6 +226,23 @@ impl<'a> Keys<'a> {
                 _ => Err(self.refuse(TOKEN_TYPE, "types from 1 to 6", format!("{value} for token {id}"))),
             })
             .collect()
+    }
+
+    /// Byte-level BPE has no use for scores, but a file whose own parts disagree is not to be trusted with the others.
+    fn check_scores(&self, tokens: usize) -> Result<(), Error> {
+        use ValueType::{F32, F64, I32, I64, U32, U64};
+        let Some(array) = self.metadata.array(SCORES).map_err(|e| e.in_file(self.path))? else {
+            return Ok(());
+        };
+        if !matches!(array.element(), F32 | F64 | I32 | I64 | U32 | U64) {
+            let found = format!("an array of {:?}", array.element());
+            return Err(self.refuse(SCORES, "an array of 32-bit or 64-bit numbers", found));
+        }
+        if array.len() != tokens {
+            let expected = format!("one value for each of {tokens} tokens");
+            return Err(self.refuse(SCORES, expected, format!("{} values", array.len())));
+        }
+        Ok(())
     }
 
     fn merges(&self, ids: &HashMap<&str, u32>) -> Result<Vec<(u32, u32)>, Error> {

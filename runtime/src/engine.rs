@@ -302,7 +302,11 @@ impl Engine {
         }
         let (limits, max_model_len) = limits(&manifest.model, manifest.ranks, options)?;
         if options.device.device == Device::Cpu {
-            check_memory(limits.cache_blocks.saturating_mul(block_bytes(&manifest.model, manifest.ranks, options)))?;
+            check_memory(limits.cache_blocks.saturating_mul(block_bytes(
+                &manifest.model,
+                manifest.ranks,
+                options,
+            )))?;
         }
         let begin = Instant::now();
         let group = RankGroup::start(&checkpoint, options, limits)?;

@@ -5,7 +5,6 @@ use crate::Error;
 use formats::config::{RopeConfig, RopePairing};
 use std::f64::consts::PI;
 
-const DEFAULT_BASE: f32 = 10_000.0;
 const DEFAULT_BETA_FAST: f32 = 32.0;
 const DEFAULT_BETA_SLOW: f32 = 1.0;
 /// GGUF stores `0.1 * mscale_all_dim`.
@@ -19,7 +18,9 @@ pub(super) struct Rope {
 
 /// Frequencies for `dim` rotary values of a model trained for `context` positions.
 pub(super) fn rope(keys: &Keys<'_>, dim: usize, context: usize) -> Result<Rope, Error> {
-    let base = keys.optional_f32("rope.freq_base")?.unwrap_or(DEFAULT_BASE);
+    let base = keys.optional_f32("rope.freq_base")?;
+    // 10000 is llama.cpp's default and wrong by orders of magnitude for half of these models.
+    let base = base.ok_or_else(|| keys.refuse("rope.freq_base", "the model's rope theta", "no such key"))?;
     if base <= 1.0 {
         return Err(keys.refuse("rope.freq_base", "a number above 1", base.to_string()));
     }
@@ -44,7 +45,19 @@ fn scaling(keys: &Keys<'_>) -> Result<Scaling, Error> {
     } else {
         "rope.scale_linear"
     };
-    let factor = match keys.optional_f32(factor_key)?.unwrap_or(0.0) {
+    let given = keys.optional_f32(factor_key)?;
+    let kind = keys.optional_str("rope.scaling.type")?;
+    match (kind, given) {
+        (Some("yarn"), None) => {
+            return Err(keys.refuse("rope.scaling.factor", "a factor for YaRN", "no such key"));
+        }
+        (None, Some(factor)) if factor != 0.0 && factor != 1.0 => {
+            let expected = format!("none, linear or yarn, because there is a {factor_key}");
+            return Err(keys.refuse("rope.scaling.type", expected, "no such key"));
+        }
+        _ => {}
+    }
+    let factor = match given.unwrap_or(0.0) {
         0.0 => 1.0,
         factor if factor > 0.0 => factor,
         factor => return Err(keys.refuse(factor_key, "a number above 0", factor.to_string())),
@@ -55,7 +68,7 @@ fn scaling(keys: &Keys<'_>) -> Result<Scaling, Error> {
             return Err(keys.refuse(key, "1 or no such key", other.to_string()));
         }
     }
-    match keys.optional_str("rope.scaling.type")?.unwrap_or("linear") {
+    match kind.unwrap_or("linear") {
         "none" => Ok(Scaling::None),
         "linear" if factor == 1.0 => Ok(Scaling::None),
         "linear" => Ok(Scaling::Linear { factor }),

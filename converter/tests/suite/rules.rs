@@ -89,7 +89,7 @@ fn another_architecture_is_refused_with_the_list() {
 #[test]
 fn defaults_are_llama_cpps() {
     let config = config(&changed(|g| {
-        for key in ["expert_weights_norm", "expert_weights_scale", "rope.freq_base"] {
+        for key in ["expert_weights_norm", "expert_weights_scale"] {
             g.unset(&format!("glm-dsa.{key}"));
         }
     }));
@@ -97,8 +97,16 @@ fn defaults_are_llama_cpps() {
     assert_eq!(router.scoring_func, ScoringFunc::Sigmoid);
     assert_eq!((router.norm_topk_floor, router.routed_scaling_factor), (None, 1.0));
     assert_eq!((router.n_group, router.topk_group), (1, 1));
-    // Base 10000 over 16 rotary values.
-    assert!((config.rope.inv_freq[1] - 10_000f32.powf(-2.0 / 16.0)).abs() < 1e-7);
+}
+
+#[test]
+fn what_has_no_safe_default_is_asked_for() {
+    let without = |key: &str| changed(|g| g.unset(&format!("glm-dsa.{key}")));
+    refused(&without("rope.freq_base"), &["glm-dsa.rope.freq_base", "no such key"]);
+    let yarn = changed(|g| g.set("glm-dsa.rope.scaling.type", Value::Str("yarn".to_owned())));
+    refused(&yarn, &["glm-dsa.rope.scaling.factor", "YaRN"]);
+    let factor = changed(|g| g.set("glm-dsa.rope.scaling.factor", Value::F32(40.0)));
+    refused(&factor, &["glm-dsa.rope.scaling.type", "rope.scaling.factor"]);
 }
 
 /// Cases: M47.
@@ -168,6 +176,12 @@ fn a_missing_gating_function_is_that_of_the_family() {
                 *key = key.replace("glm-dsa.", "deepseek2.");
             }
         });
+        if expected == ScoringFunc::Softmax {
+            refused(&gguf, &["deepseek2.expert_gating_func", "exp_probs_b", "no such key"]);
+        }
+        let mut gguf = gguf;
+        gguf.tensors
+            .retain(|tensor| expected == ScoringFunc::Sigmoid || !tensor.name.contains("exp_probs_b"));
         let scoring = config(&gguf).moe.unwrap().router.scoring_func;
         assert_eq!(scoring, expected, "{blocks} blocks, {vocabulary} tokens");
     }

@@ -144,11 +144,11 @@ fn faults_of_the_vocabulary_are_named() {
         let temp = TempDir::new().unwrap();
         file(&with(types, value).write(temp.path()), "tokenizer.json");
     }
-    // Nothing here reads scores.
-    file(
-        &with("tokenizer.ggml.scores", Value::I32s(vec![1])).write(TempDir::new().unwrap().path()),
-        "tokenizer.json",
-    );
+    let scores = "tokenizer.ggml.scores";
+    let temp = TempDir::new().unwrap();
+    file(&with(scores, Value::I32s(vec![0; values])).write(temp.path()), "tokenizer.json");
+    refused(&with(scores, Value::I32s(vec![0; values - 1])), &[scores, "one value for each of"]);
+    refused(&with(scores, Value::Strs(vec!["0".to_owned(); values])), &[scores, "numbers"]);
     for key in [types, merges, "tokenizer.ggml.model"] {
         refused(&changed(|g| g.unset(key)), &[key, "no such key"]);
     }

@@ -97,6 +97,7 @@ impl GgufSet {
                 tensors.push((p, info.clone()));
             }
         }
+        check_architectures(&parts)?;
         let metadata = &parts[0].file.metadata;
         if let Some(expected) = metadata.u64("split.tensors.count").map_err(|e| e.in_file(&parts[0].path))?
             && expected != tensors.len() as u64
@@ -111,6 +112,23 @@ impl GgufSet {
         let index = index_names(tensors.iter().map(|(_, info)| info.name.as_str()));
         Ok(Self { parts, tensors, index })
     }
+}
+
+/// The first part's keys speak for all, so another part must not speak of another model.
+fn check_architectures(parts: &[GgufPart]) -> Result<(), Error> {
+    const KEY: &str = "general.architecture";
+    let name = |part: &GgufPart| match part.file.metadata.str(KEY) {
+        Ok(name) => Ok(name.map(str::to_owned)),
+        Err(e) => Err(e.in_file(&part.path)),
+    };
+    let Some(expected) = name(&parts[0])? else { return Ok(()) };
+    for part in &parts[1..] {
+        if let Some(found) = name(part)?.filter(|found| *found != expected) {
+            let expected = format!("{expected}, as in {}", parts[0].path.display());
+            return Err(Error::Key { key: KEY.to_owned(), expected, found }.in_file(&part.path));
+        }
+    }
+    Ok(())
 }
 
 fn open_part(path: &Path) -> Result<GgufPart, Error> {
