@@ -370,6 +370,16 @@ fn faults_of_split_files_are_named() {
     write(&dir, "c-00002-of-00002.gguf", &part(1, 2, 3, Builder::new().tensor("b", &[8], 0, 0).data(32)));
     assert!(GgufSet::open(&a).unwrap_err().to_string().contains("split.tensors.count"));
 
+    let named = |name: &str| {
+        let text = [&(name.len() as u64).to_le_bytes()[..], name.as_bytes()].concat();
+        Builder::new().key("general.architecture", 8, &text)
+    };
+    let e = write(&dir, "e-00001-of-00002.gguf", &part(0, 2, 0, named("glm-dsa")));
+    write(&dir, "e-00002-of-00002.gguf", &part(1, 2, 0, named("deepseek2")));
+    let message = GgufSet::open(&e).unwrap_err().to_string();
+    for word in ["e-00002-of-00002.gguf", "general.architecture", "deepseek2", "glm-dsa, as in"] {
+        assert!(message.contains(word), "{message}");
+    }
     write(&dir, "d-00002-of-00002.gguf", &part(0, 2, 2, Builder::new()));
     let a = dir.path().join("d-00001-of-00002.gguf");
     assert!(GgufSet::open(&a).unwrap_err().to_string().contains("split.no"));
