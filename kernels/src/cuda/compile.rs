@@ -10,6 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const PRELUDE: (&str, &str) = ("prelude.cuh", include_str!("../../cu/prelude.cuh"));
 const BLOCKS: (&str, &str) = ("blocks.cuh", include_str!("../../cu/blocks.cuh"));
+const ATTENTION: [(&str, &str); 3] = [
+    ("attention.cuh", include_str!("../../cu/attention.cuh")),
+    ("attention_decode.cuh", include_str!("../../cu/attention_decode.cuh")),
+    ("attention_prefill.cuh", include_str!("../../cu/attention_prefill.cuh")),
+];
 const MMA16: (&str, &str) = ("mma16.cuh", include_str!("../../cu/mma16.cuh"));
 const DECODE: [(&str, &str); 4] = [
     ("decode_tiles.cuh", include_str!("../../cu/decode_tiles.cuh")),
@@ -185,7 +190,11 @@ impl Unit {
 
     /// The source with its headers.
     pub fn source(&self) -> Source<'_> {
-        let headers: &[_] = if self.name == "decode.cu" { &DECODE } else { &[PRELUDE, BLOCKS, MMA16] };
+        let headers: &[_] = match self.name {
+            "decode.cu" => &DECODE,
+            "attention.cu" => &ATTENTION,
+            _ => &[PRELUDE, BLOCKS, MMA16],
+        };
         Source { name: self.name, text: self.text, headers }
     }
 
