@@ -9,6 +9,7 @@ use converter::side_files::side_files;
 use converter::verify::verify;
 use formats::config::{IndexerRole, ScoringFunc};
 use formats::gguf::GgufSet;
+use formats::manifest::MAX_TEMPLATE_BYTES;
 use formats::{Dtype, ModelConfig};
 use tempfile::TempDir;
 
@@ -154,6 +155,44 @@ fn a_chat_template_is_one_or_is_not_there() {
             assert!(said.contains(name) && !said.contains('\n'), "{said} should name {name}");
         }
     }
+}
+
+/// Every shape that nests as deep as it is long, at a real template's length: none is the end of the program.
+#[test]
+fn a_chat_template_nests_as_deep_as_it_likes() {
+    const KEY: &str = "tokenizer.chat_template";
+    const BYTES: usize = 20_000;
+    let temp = TempDir::new().unwrap();
+    let made = |template: String| {
+        let gguf = changed(|g| g.set(KEY, Value::Str(template)));
+        side_files(&GgufSet::open(&gguf.write(temp.path())).unwrap()).map_err(|e| e.to_string())
+    };
+    for (before, nested, after) in [
+        ("{{", "-", "x}}"),
+        ("{{", "not ", "x}}"),
+        ("{{a", "+a", "}}"),
+        ("{{a", "~a", "}}"),
+        ("{{a", "**a", "}}"),
+        ("{{a", ".a", "}}"),
+        ("{{a", "|b", "}}"),
+        ("{{a", " and a", "}}"),
+        ("{{a", "()", "}}"),
+        ("{{a", " if a else b", "}}"),
+        ("{{a", " is b", "}}"),
+        ("{{", "(", "}}"),
+        ("{{", "[", "}}"),
+        ("{% if a %}", "{% elif b %}", "{% endif %}"),
+        ("", "{% if a %}", ""),
+    ] {
+        let times = (BYTES - before.len() - after.len()) / nested.len();
+        match made(format!("{before}{}{after}", nested.repeat(times))) {
+            Ok(files) => assert_eq!(files.len(), 4),
+            Err(said) => assert!(said.contains(KEY) && !said.contains('\n'), "{nested}: {said}"),
+        }
+    }
+    assert!(made("x".repeat(MAX_TEMPLATE_BYTES)).is_ok());
+    let said = made("x".repeat(MAX_TEMPLATE_BYTES + 1)).unwrap_err();
+    assert!(said.contains(KEY) && said.contains("65537 bytes"), "{said}");
 }
 
 /// GLM-4.7-Flash is known by its layers and vocabulary; every other `deepseek2` without the key is a softmax model.
