@@ -31,6 +31,7 @@ use std::time::Instant;
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
     /// The checkpoint.
+    #[serde(serialize_with = "crate::lossy_path")]
     pub out: PathBuf,
     /// Number of rank files.
     pub ranks: usize,

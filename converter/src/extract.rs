@@ -27,6 +27,7 @@ pub struct Extracted {
     /// The tensors that it was made from, with their types.
     pub made_from: Vec<String>,
     /// The file.
+    #[serde(serialize_with = "crate::lossy_path")]
     pub out: PathBuf,
     /// Its size.
     pub bytes: u64,

@@ -25,6 +25,7 @@ use std::time::Instant;
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The checkpoint.
+    #[serde(serialize_with = "crate::lossy_path")]
     pub dir: PathBuf,
     /// True without failures.
     pub ok: bool,
