@@ -6,7 +6,8 @@
 
 use crate::Error;
 use bytes::Bytes;
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// A file mapped into memory for reading. The file itself is closed again: a mapping needs no descriptor.
@@ -19,11 +20,15 @@ impl MappedFile {
     /// # Errors
     /// [`Error::Io`] naming the file and what was tried.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        let file = open_regular(path)?;
+        Self::of(&open_regular(path)?, path)
+    }
+
+    /// As [`MappedFile::open`], of a file that is open.
+    fn of(file: &File, path: &Path) -> Result<Self, Error> {
         // SAFETY: the bytes are only ever read, as plain u8 of which every pattern is valid. A program that shortens the
         // file meanwhile makes reads fault; digests in the manifests are how changed bytes are found.
         let map =
-            unsafe { memmap2::Mmap::map(&file) }.map_err(|source| Error::io(path, "cannot map", source))?;
+            unsafe { memmap2::Mmap::map(file) }.map_err(|source| Error::io(path, "cannot map", source))?;
         Ok(Self(map))
     }
 
@@ -33,6 +38,54 @@ impl MappedFile {
     /// As [`MappedFile::open`].
     pub fn bytes(path: &Path) -> Result<Bytes, Error> {
         Self::open(path).map(Bytes::from_owner)
+    }
+
+    /// As [`MappedFile::bytes`], with what the file was just before.
+    ///
+    /// # Errors
+    /// As [`MappedFile::open`].
+    pub fn bytes_and_state(path: &Path) -> Result<(Bytes, FileState), Error> {
+        let file = open_regular(path)?;
+        let metadata = file.metadata().map_err(|source| Error::io(path, "cannot look at it", source))?;
+        Ok((Bytes::from_owner(Self::of(&file, path)?), FileState::new(&metadata)))
+    }
+}
+
+/// Which file a path named at some time, and when it was last written to. Two that are equal are of the same bytes, unless
+/// someone put the clock back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileState {
+    /// Device and inode.
+    file: (u64, u64),
+    len: u64,
+    modified: (i64, i64),
+    /// Of the bytes, the name or the rights: a program that sets the time of writing back cannot set this one.
+    changed: (i64, i64),
+}
+
+impl FileState {
+    fn new(metadata: &Metadata) -> Self {
+        Self {
+            file: (metadata.dev(), metadata.ino()),
+            len: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
+
+    /// When it was last written to, in seconds and nanoseconds since 1970.
+    pub fn modified(&self) -> (i64, i64) {
+        self.modified
+    }
+
+    /// Whether the path still names the same file and nobody wrote to it.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], or [`Error::Io`] when it cannot be looked at; both name the file.
+    pub fn check(&self, path: &Path) -> Result<(), Error> {
+        let metadata =
+            std::fs::metadata(path).map_err(|source| Error::io(path, "cannot look at it again", source))?;
+        if Self::new(&metadata) == *self { Ok(()) } else { Err(Error::Changed { path: path.to_owned() }) }
     }
 }
 

@@ -59,6 +59,7 @@ pub fn convert_ranks(
     let dir = PartialDir::open(out, &infix, unfinished, &stamp)?;
     let made = make_ranks(set, plan, &dir, &missing, Sources::Leave, 0, control).and_then(|digests| {
         control.check()?;
+        set.check_unchanged()?;
         refuse_finished(out)?;
         add(plan, &missing, &digests, &stamp.origin, dir.path(), out)?;
         Ok(digests.kept_bytes)
@@ -148,6 +149,7 @@ fn check_and_write(
         }
     }
     control.check()?;
+    set.check_unchanged()?;
     write_all(set, plan, side_files, &digests, out)?;
     sync_dir(out)
 }

@@ -1,8 +1,12 @@
 //! Interrupted conversions that go on, and ranks that are made apart.
 
 use crate::faults::library;
-use crate::files::{bundled, contents, convert, refused, shardmill};
+use crate::files::{bundled, contents, control, convert, options, refused, shardmill};
+use converter::plan::Plan;
+use converter::side_files::side_files;
+use converter::{Unfinished, execute};
 use formats::checkpoint::Checkpoint;
+use formats::gguf::GgufSet;
 use serde_json::Value;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -191,4 +195,59 @@ fn ranks_made_apart_are_those_of_one_run() {
     assert!(contents(&one) == contents(&whole), "the two directories differ");
     let said = refused(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "0", "--resume"]), 2);
     assert!(said.contains("already a directory"), "{said}");
+}
+
+/// A source that is written to while it is read would become a mixture of before and after, of right digests.
+#[test]
+fn a_source_that_changes_meanwhile_becomes_nothing() {
+    let temp = TempDir::new().unwrap();
+    let gguf = temp.path().join("model.gguf");
+    let [out, apart] = ["out", "apart"].map(|name| temp.path().join(name));
+    std::fs::copy(bundled().gguf, &gguf).unwrap();
+    let right = std::fs::read(&gguf).unwrap();
+    let renew = |bytes: &[u8]| {
+        let other = temp.path().join("other");
+        std::fs::write(&other, bytes).unwrap();
+        std::fs::rename(&other, &gguf).unwrap();
+    };
+    let write_a_byte = || {
+        let file = OpenOptions::new().write(true).open(&gguf).unwrap();
+        file.write_all_at(&right[right.len() - 1..], right.len() as u64 - 1).unwrap();
+    };
+    let write_a_byte_and_hide_it = || {
+        let before = std::fs::metadata(&gguf).unwrap().modified().unwrap();
+        write_a_byte();
+        OpenOptions::new().write(true).open(&gguf).unwrap().set_modified(before).unwrap();
+    };
+    done(&mut converting(&gguf, &apart, &["--ranks", "2", "--rank", "0"]));
+    let there = contents(&apart);
+    let changes: [&dyn Fn(); 3] = [&write_a_byte, &write_a_byte_and_hide_it, &|| renew(&right)];
+    for change in changes {
+        let set = GgufSet::open(&gguf).unwrap();
+        let plan = Plan::new(&set, options(2)).unwrap();
+        let files = side_files(&set).unwrap();
+        change();
+        let whole = execute::convert(&set, &plan, &files, &out, Unfinished::Refuse, &control());
+        let rank = execute::convert_ranks(&set, &plan, &[1], &apart, Unfinished::Refuse, &control());
+        for error in [whole.unwrap_err(), rank.unwrap_err()] {
+            let said = error.to_string();
+            assert!(said.contains("model.gguf: the source was written to") && !said.contains('\n'), "{said}");
+            assert_eq!(error.exit_code(), 2);
+        }
+        assert!(contents(&apart) == there, "{:?}", contents(&apart).keys());
+        let left: Vec<_> = contents(temp.path()).into_keys().collect();
+        assert_eq!(left, ["apart", "model.gguf"]);
+    }
+    done(&mut converting(&gguf, &apart, &["--ranks", "2", "--rank", "1"]));
+    for change in changes {
+        let set = GgufSet::open(&gguf).unwrap();
+        let plan = Plan::new(&set, options(2)).unwrap();
+        let files = side_files(&set).unwrap();
+        change();
+        let said = execute::finish(&set, &plan, &files, &apart, &control()).unwrap_err().to_string();
+        assert!(said.contains("model.gguf: the source was written to"), "{said}");
+        assert!(Checkpoint::open(&apart).is_err());
+    }
+    done(shardmill(&["finish".as_ref(), gguf.as_os_str(), apart.as_os_str()]).args(["--ranks", "2"]));
+    Checkpoint::open(&apart).unwrap();
 }
