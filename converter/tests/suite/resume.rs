@@ -251,3 +251,23 @@ fn a_source_that_changes_meanwhile_becomes_nothing() {
     done(shardmill(&["finish".as_ref(), gguf.as_os_str(), apart.as_os_str()]).args(["--ranks", "2"]));
     Checkpoint::open(&apart).unwrap();
 }
+
+/// What is mapped of it is gone then, which the system says by a signal that ends programs.
+#[test]
+fn a_source_that_becomes_shorter_is_one_line() {
+    let temp = TempDir::new().unwrap();
+    let (gguf, out) = (temp.path().join("model.gguf"), temp.path().join("out"));
+    std::fs::copy(bundled().gguf, &gguf).unwrap();
+    let partial = temp.path().join("out.ranks-3-of-20.partial");
+    let mut command = converting(&gguf, &out, &["--ranks", "20", "--threads", "1", "--rank", "3"]);
+    command
+        .env("LD_PRELOAD", library())
+        .env("FAULT_IN", partial.join("rank-3-of-20.safetensors"))
+        .env("FAULT_DO", "shrink")
+        .env("FAULT_SHRINK", &gguf)
+        // The first call makes the file.
+        .env("FAULT_AT", "2");
+    let said = refused(&mut command, 2);
+    assert!(said.contains("became shorter"), "{said}");
+    assert!(Checkpoint::open(&partial).is_err() && !out.exists());
+}
