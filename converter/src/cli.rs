@@ -316,7 +316,8 @@ impl Cli {
             }
             Command::Extract { input, tensor, out, force, json } => {
                 let existing = if force { Existing::Replace } else { Existing::Refuse };
-                let written = extract(&input, &tensor, &out, existing)?;
+                let control = Control::new(Some(1), interrupt, Progress::Quiet);
+                let written = extract(&input, &tensor, &out, existing, &control)?;
                 if json {
                     print_json(&written)?;
                 } else {
