@@ -222,7 +222,8 @@ enum Experts {
 enum Arrangement {
     /// As GGUF has them, for any device.
     Ggml,
-    /// In tiles for the tensor cores of GPUs (mma16.v1), of the same size.
+    /// In tiles for the tensor cores of GPUs (mma16.v1), of the same size; Q4_0, Q5_0, Q8_0, Q4_K, Q5_K and Q6_K only, the others
+    /// stay as they are.
     Mma16,
 }
 

@@ -116,6 +116,32 @@ fn the_plan_is_a_table_by_role() {
     );
 }
 
+/// Every tensor is in the sum, those that stay with the reason, and only for who asked.
+#[test]
+fn the_plan_says_why_a_tensor_has_no_tiles() {
+    let gguf = bundled().gguf;
+    let text = |layout: &str, ranks: &str| {
+        let arguments = ["plan".as_ref(), gguf.as_os_str()];
+        let output = shardmill(&arguments).args(["--layout", layout, "--ranks", ranks]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(!text("ggml", "2").contains("layout mma16"));
+    let text = text("mma16", "2");
+    let line = text.lines().find(|line| line.starts_with("layout mma16: ")).unwrap();
+    for words in [
+        "tensors in tiles",
+        "Q2_K",
+        "it takes Q4_0, Q4_K, Q5_0, Q5_K, Q6_K, Q8_0",
+        "1 stay ggml, whose rows are looked up",
+    ] {
+        assert!(line.contains(words), "{line} should say {words}");
+    }
+    let counts = line["layout mma16: ".len()..]
+        .split("; ")
+        .filter_map(|part| part.split(' ').next()?.parse::<usize>().ok());
+    assert_eq!(counts.sum::<usize>(), 90, "{line}");
+}
+
 #[test]
 fn bad_usage_is_one_line() {
     for (arguments, help) in [
