@@ -12,8 +12,8 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::Instant;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 fn converting(gguf: &Path, out: &Path, options: &[&str]) -> Command {
@@ -270,4 +270,46 @@ fn a_source_that_becomes_shorter_is_one_line() {
     let said = refused(&mut command, 2);
     assert!(said.contains("became shorter"), "{said}");
     assert!(Checkpoint::open(&partial).is_err() && !out.exists());
+}
+
+/// Of two runs that make the same rank the second to finish finds the first one's, and leaves it alone.
+#[test]
+fn a_rank_that_appears_meanwhile_is_kept() {
+    let temp = TempDir::new().unwrap();
+    let gguf = bundled().gguf;
+    let [same, other] = ["same", "other"].map(|name| temp.path().join(name));
+    done(&mut converting(&gguf, &same, &["--ranks", "2", "--rank", "0"]));
+    done(&mut converting(&gguf, &other, &["--ranks", "2", "--rank", "0", "--experts", "expert"]));
+    for (there, options, refusal) in [
+        (&same, &[][..], Some("rank 0 is there already")),
+        (&same, &["--resume"], None),
+        (&other, &[], Some("is of another conversion")),
+        (&other, &["--resume"], Some("is of another conversion")),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("out");
+        std::fs::create_dir(&out).unwrap();
+        let adding = std::fs::File::open(&out).unwrap();
+        adding.lock().unwrap();
+        let mut command = converting(&gguf, &out, &["--ranks", "2", "--rank", "0", "--quiet"]);
+        let mut child = command.args(options).stderr(Stdio::piped()).spawn().unwrap();
+        // It has looked at what is there by then.
+        while !folder.path().join("out.ranks-0-of-2.partial").exists() {
+            assert!(child.try_wait().unwrap().is_none(), "it ended before it began");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let expected = contents(there);
+        for (name, bytes) in &expected {
+            std::fs::write(out.join(name), bytes).unwrap();
+        }
+        drop(adding);
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        match refusal {
+            Some(refusal) => assert!(output.status.code() == Some(2) && said.contains(refusal), "{said}"),
+            None => assert!(output.status.success(), "{said}"),
+        }
+        assert!(contents(&out) == expected, "{options:?} changed what was there");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
 }
