@@ -341,6 +341,18 @@ impl Planner<'_> {
                 if self.set.info(&own).is_none() =>
             {
                 let fused = TensorName::Layer(layer, LayerRole::ExpertsGateUpProj).gguf();
+                let sister = match role {
+                    LayerRole::ExpertsGateProj => LayerRole::ExpertsUpProj,
+                    _ => LayerRole::ExpertsGateProj,
+                };
+                let sister = TensorName::Layer(layer, sister).gguf();
+                // Its own half of the fused tensor would be left out without a word.
+                if let Some((part, _)) = self.set.info(&sister) {
+                    let path = &self.set.parts()[part].path;
+                    let expected = format!("no such tensor beside {fused}, which has its values too");
+                    let found = format!("it, and no {own}; convert the original model again");
+                    return Err(Error::tensor(path, &sister, expected, found));
+                }
                 let width = native.shape.dims()[1];
                 Ok(Transform::CopyHalf {
                     source: self.source(&fused, &native.shape.with_dim(1, 2 * width))?,

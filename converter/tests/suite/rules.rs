@@ -195,6 +195,49 @@ fn a_chat_template_nests_as_deep_as_it_likes() {
     assert!(said.contains(KEY) && said.contains("65537 bytes"), "{said}");
 }
 
+/// A file that says a thing twice says it the same way twice.
+#[test]
+fn what_is_said_twice_agrees() {
+    let vocab = Gguf::glm_dsa().vocab() as u32;
+    converts(&changed(|g| g.set("glm-dsa.vocab_size", Value::U32(vocab))));
+    let other = changed(|g| g.set("glm-dsa.vocab_size", Value::U32(vocab + 1)));
+    refused(&other, &["glm-dsa.vocab_size", "the 263 tokens", "264"]);
+    for (key, value) in [("attention.head_count", HEADS), ("expert_used_count", 2)] {
+        let key = format!("glm-dsa.{key}");
+        let layers = |n: usize| changed(|g| g.set(&key, Value::I32s(vec![value as i32; n])));
+        converts(&layers(2));
+        for n in [0, 1, 3] {
+            refused(&layers(n), &[&key, "each of 2 layers", &format!("{n} values")]);
+        }
+    }
+}
+
+#[test]
+fn a_group_whose_two_best_are_added_has_two() {
+    let groups = |count| {
+        changed(|g| {
+            g.set("glm-dsa.expert_group_count", Value::U32(count));
+            g.set("glm-dsa.expert_group_used_count", Value::U32(count));
+            g.set("glm-dsa.expert_gating_func", Value::U32(2));
+        })
+    };
+    converts(&groups(EXPERTS as u32 / 2));
+    refused(&groups(EXPERTS as u32), &["n_group", "groups of at least two", "found 4"]);
+}
+
+/// One half from a tensor of its own and the other from the fused one: the fused one's other half would be lost.
+#[test]
+fn gate_and_up_come_from_one_place() {
+    for (own, missing) in [("gate", "up"), ("up", "gate")] {
+        let gguf = changed(|g| {
+            g.remove(&format!("blk.1.ffn_{missing}_exps.weight"));
+            g.put("blk.1.ffn_gate_up_exps.weight", &[HIDDEN, 2 * FE, EXPERTS], Q8_0);
+        });
+        let [own, missing] = [own, missing].map(|half| format!("tensor blk.1.ffn_{half}_exps.weight"));
+        refused(&gguf, &[&own, "blk.1.ffn_gate_up_exps.weight", &missing["tensor ".len()..]]);
+    }
+}
+
 /// GLM-4.7-Flash is known by its layers and vocabulary; every other `deepseek2` without the key is a softmax model.
 ///
 /// Cases: M47.
