@@ -203,7 +203,7 @@ impl Work {
 
     fn print(&self, summary: &execute::Summary) -> Result<(), Error> {
         match (self.json, self.quiet) {
-            (true, _) => print(&to_json(summary)),
+            (true, _) => print_json(summary),
             (false, true) => Ok(()),
             (false, false) => print(&summary_text(summary)),
         }
@@ -222,7 +222,8 @@ enum Experts {
 enum Arrangement {
     /// As GGUF has them, for any device.
     Ggml,
-    /// In tiles for the tensor cores of GPUs (mma16.v1), of the same size.
+    /// In tiles for the tensor cores of GPUs (mma16.v1), of the same size; Q4_0, Q5_0, Q8_0, Q4_K, Q5_K and Q6_K only, the others
+    /// stay as they are.
     Mma16,
 }
 
@@ -265,11 +266,11 @@ impl Cli {
             Command::Plan { input, html, force, json } => {
                 let (set, plan) = input.plan()?;
                 let written = html.map(|html| write_page(&html, &plan.html(&set), force)).transpose()?;
-                print(&match (json, written) {
-                    (true, _) => to_json(&plan.report()),
-                    (false, Some(written)) => written,
-                    (false, None) => plan.text(),
-                })?;
+                match (json, written) {
+                    (true, _) => print_json(&plan.report())?,
+                    (false, Some(written)) => print(&written)?,
+                    (false, None) => print(&plan.text())?,
+                }
             }
             Command::Convert { input, out, resume, rank, work } => {
                 let (set, plan) = input.plan()?;
@@ -294,7 +295,7 @@ impl Cli {
                 let control = work.control(interrupt, work.quiet || work.json);
                 let report = verify(&dir, source.as_deref(), &control)?;
                 match (work.json, work.quiet && report.ok) {
-                    (true, _) => print(&to_json(&report))?,
+                    (true, _) => print_json(&report)?,
                     (false, true) => {}
                     (false, false) => print(&report_text(&report))?,
                 }
@@ -304,7 +305,7 @@ impl Cli {
             }
             Command::Inspect { path, tensor, json } => {
                 let found = inspect(&path, tensor.as_deref())?;
-                print(&if json { to_json(&found.json) } else { found.text })?;
+                if json { print_json(&found.json) } else { print(&found.text) }?;
             }
             Command::Completions { shell } => write_stdout(&reference::completions(shell))?,
             Command::Man { dir } => {
@@ -316,19 +317,20 @@ impl Cli {
             }
             Command::Extract { input, tensor, out, force, json } => {
                 let existing = if force { Existing::Replace } else { Existing::Refuse };
-                let written = extract(&input, &tensor, &out, existing)?;
-                print(&if json {
-                    to_json(&written)
+                let control = Control::new(Some(1), interrupt, Progress::Quiet);
+                let written = extract(&input, &tensor, &out, existing, &control)?;
+                if json {
+                    print_json(&written)?;
                 } else {
-                    format!(
+                    print(&format!(
                         "{}: {} F32 {}, {}, from {}\n",
                         written.out.display(),
                         written.tensor,
                         written.shape,
                         human_bytes(written.bytes),
                         written.made_from.join(" and ")
-                    )
-                })?;
+                    ))?;
+                }
             }
         }
         Ok(Outcome::Done)
@@ -412,15 +414,22 @@ fn report_text(report: &verify::Report) -> String {
     text
 }
 
-fn to_json(value: &impl Serialize) -> String {
-    let mut text = serde_json::to_string_pretty(value).expect("reports always become JSON");
-    text.push('\n');
-    text
-}
-
 /// Prints to stdout, control characters of names in files escaped; a reader that has seen enough is no error.
 fn print(text: &str) -> Result<(), Error> {
     write_stdout(escaped(text, Some('\n')).as_bytes())
+}
+
+/// Prints as JSON. What a terminal would obey or hide is escaped as JSON escapes it, so that every reader gets it back.
+fn print_json(value: &impl Serialize) -> Result<(), Error> {
+    let mut text = serde_json::to_string_pretty(value).expect("reports always become JSON");
+    text.push('\n');
+    let escape = |c: char, out: &mut String| {
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            // Writing to a String cannot fail.
+            let _ = write!(out, "\\u{unit:04x}");
+        }
+    };
+    write_stdout(escaped_by(&text, Some('\n'), escape).as_bytes())
 }
 
 fn write_stdout(bytes: &[u8]) -> Result<(), Error> {
@@ -439,10 +448,14 @@ pub fn one_line(text: &str) -> String {
 }
 
 fn escaped(text: &str, kept: Option<char>) -> String {
+    escaped_by(text, kept, |c, out| out.extend(c.escape_default()))
+}
+
+fn escaped_by(text: &str, kept: Option<char>, escape: impl Fn(char, &mut String)) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
         if !formats::is_plain(c) && Some(c) != kept {
-            escaped.extend(c.escape_default());
+            escape(c, &mut escaped);
         } else {
             escaped.push(c);
         }

@@ -31,6 +31,7 @@ use std::time::Instant;
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
     /// The checkpoint.
+    #[serde(serialize_with = "crate::lossy_path")]
     pub out: PathBuf,
     /// Number of rank files.
     pub ranks: usize,
@@ -100,6 +101,7 @@ pub fn convert(
     let dir = PartialDir::open(out, "", unfinished, &stamp)?;
     let side_bytes: u64 = side_files.iter().map(|file| file.bytes.len() as u64).sum();
     let made = make_ranks(set, plan, &dir, &ranks, Sources::Hash, side_bytes, control).and_then(|digests| {
+        set.check_unchanged()?;
         manifests::write_all(set, plan, side_files, &digests, dir.path())?;
         control.check()?;
         dir.rename()?;

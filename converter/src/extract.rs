@@ -5,6 +5,7 @@ mod rows;
 use crate::Error;
 use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
 use crate::similar::{both_spellings, closest};
+use crate::work::Control;
 use crate::writer::{Existing, NewFile};
 use formats::Shape;
 use formats::checkpoint::Checkpoint;
@@ -27,6 +28,7 @@ pub struct Extracted {
     /// The tensors that it was made from, with their types.
     pub made_from: Vec<String>,
     /// The file.
+    #[serde(serialize_with = "crate::lossy_path")]
     pub out: PathBuf,
     /// Its size.
     pub bytes: u64,
@@ -38,8 +40,14 @@ pub struct Extracted {
 /// file's own tensor; a native name means what a checkpoint holds, kv_b_proj with its rounding to BF16 included.
 ///
 /// # Errors
-/// [`Error::NoSuchTensor`] with the closest names, or an error naming the file and what is wrong with it.
-pub fn extract(input: &Path, name: &str, out: &Path, existing: Existing) -> Result<Extracted, Error> {
+/// [`Error::NoSuchTensor`] with the closest names, [`Error::Interrupted`] with nothing left behind, or an error naming the file and what is wrong with it.
+pub fn extract(
+    input: &Path,
+    name: &str,
+    out: &Path,
+    existing: Existing,
+    control: &Control,
+) -> Result<Extracted, Error> {
     if let (Ok(from), Ok(to)) = (input.canonicalize(), out.canonicalize())
         && from == to
     {
@@ -61,7 +69,7 @@ pub fn extract(input: &Path, name: &str, out: &Path, existing: Existing) -> Resu
             None => None,
         };
         return match rows {
-            Some(rows) => write(rows, name, out, existing),
+            Some(rows) => write(rows, name, out, existing, control),
             None => {
                 let names = ranks[0].manifest().tensors.iter().map(|t| t.name.clone());
                 Err(no_such_tensor(input, name, both_spellings(names)))
@@ -71,7 +79,7 @@ pub fn extract(input: &Path, name: &str, out: &Path, existing: Existing) -> Resu
     let set = GgufSet::open(input)?;
     if let Some(view) = set.view(name)? {
         let made_from = vec![format!("{name} ({})", view.dtype())];
-        return write(Rows::view(view, made_from), name, out, existing);
+        return write(Rows::view(view, made_from), name, out, existing, control);
     }
     let own_names = set.tensors().map(|(_, info)| info.name.clone());
     if TensorName::from_native(name).is_none() {
@@ -85,7 +93,7 @@ pub fn extract(input: &Path, name: &str, out: &Path, existing: Existing) -> Resu
     };
     let plan = Plan::new(&set, options)?;
     match plan.tensors.iter().find(|tensor| tensor.name == name) {
-        Some(tensor) => write(Rows::planned(&set, tensor)?, name, out, existing),
+        Some(tensor) => write(Rows::planned(&set, tensor)?, name, out, existing, control),
         None => {
             let natives = plan.tensors.iter().map(|tensor| tensor.name.clone());
             Err(no_such_tensor(input, name, own_names.chain(natives)))
@@ -98,7 +106,13 @@ fn no_such_tensor(path: &Path, name: &str, names: impl Iterator<Item = String>) 
 }
 
 /// Streams the rows: a stacked expert tensor of a large model is larger than memory.
-fn write(mut rows: Rows<'_>, name: &str, out: &Path, existing: Existing) -> Result<Extracted, Error> {
+fn write(
+    mut rows: Rows<'_>,
+    name: &str,
+    out: &Path,
+    existing: Existing,
+    control: &Control,
+) -> Result<Extracted, Error> {
     /// Values that are decoded at a time, about.
     const AT_ONCE: u64 = 1 << 21;
     let shape = rows.shape().clone();
@@ -117,6 +131,7 @@ fn write(mut rows: Rows<'_>, name: &str, out: &Path, existing: Existing) -> Resu
     let rows_with_values = if values == 0 { 0 } else { shape.rows() };
     let mut row = 0;
     while row < rows_with_values {
+        control.check()?;
         let end = (row + step).min(rows_with_values);
         for value in rows.decode(row..end)? {
             writer.write_all(&value.to_le_bytes()).map_err(io)?;

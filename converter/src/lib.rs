@@ -26,3 +26,8 @@ mod writer;
 
 pub use error::Error;
 pub use writer::{Existing, Unfinished};
+
+/// A path in a report: its bytes need not be text, JSON's must.
+fn lossy_path<S: serde::Serializer>(path: &std::path::Path, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&path.display())
+}

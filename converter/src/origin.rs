@@ -9,7 +9,7 @@ use formats::manifest::ExpertCut;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 
 /// The program that writes.
 pub(crate) const TOOL: &str = concat!("shardmill ", env!("CARGO_PKG_VERSION"));
@@ -118,12 +118,8 @@ impl Stamp {
     /// # Errors
     /// [`Error::Io`] naming a source that cannot be read.
     pub(crate) fn new(set: &GgufSet, plan: &Plan) -> Result<Self, Error> {
-        let modified = set.parts().iter().map(|part| {
-            let metadata =
-                fs::metadata(&part.path).map_err(|e| Error::io(&part.path, "cannot read its date", e))?;
-            Ok((metadata.mtime(), metadata.mtime_nsec()))
-        });
-        Ok(Self { origin: Origin::new(set, plan)?, modified: modified.collect::<Result<_, Error>>()? })
+        let modified = set.parts().iter().map(|part| part.state.modified()).collect();
+        Ok(Self { origin: Origin::new(set, plan)?, modified })
     }
 
     /// As [`Origin::difference`], and whether a source was written since.

@@ -133,6 +133,19 @@ pub enum CutBy {
     Experts,
 }
 
+/// Why a tensor stays in rows of blocks though tiles were asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NoTiles {
+    /// It is no copy of the source's blocks.
+    Computed,
+    /// Its rows are looked up one by one.
+    LookedUp,
+    /// No kernel multiplies this type in tiles.
+    Type(Dtype),
+    /// Some rank's part is no whole number of tiles.
+    Parts,
+}
+
 impl Planned {
     /// Type in the checkpoint.
     pub fn dtype(&self) -> Dtype {
@@ -169,18 +182,22 @@ impl Planned {
         }
     }
 
-    /// Whether every rank's part can be arranged so, and products read them.
-    fn fits(&self, layout: &Layout, ranks: usize) -> bool {
+    /// Why it cannot be arranged in tiles that products read, on every rank; `None` when it can.
+    fn keeps_from_tiles(&self, ranks: usize) -> Option<NoTiles> {
         let looked_up = matches!(
             self.role,
             TensorName::Model(ModelRole::EmbedTokens) | TensorName::Layer(_, LayerRole::MtpEmbedTokens)
         );
         let copied = matches!(self.transform, Transform::Copy(_) | Transform::CopyHalf { .. });
         // The first rank has the longest part, the last one the shortest, and there are no others.
-        copied
-            && !looked_up
-            && mma16::MULTIPLIED.contains(&self.dtype())
-            && [0, ranks - 1].iter().all(|&rank| layout.fits(self.dtype(), &self.shard_shape(rank)))
+        let whole = |rank| Layout::Mma16.fits(self.dtype(), &self.shard_shape(rank));
+        match self.dtype() {
+            _ if !copied => Some(NoTiles::Computed),
+            _ if looked_up => Some(NoTiles::LookedUp),
+            dtype if !mma16::MULTIPLIED.contains(&dtype) => Some(NoTiles::Type(dtype)),
+            _ if ![0, ranks - 1].into_iter().all(whole) => Some(NoTiles::Parts),
+            _ => None,
+        }
     }
 
     pub(crate) fn region(&self, rank: usize) -> Region {
@@ -307,7 +324,9 @@ impl Planner<'_> {
         let name = native.name.native().expect("native tensors have a native name");
         let shape = native.shape.clone();
         let mut planned = Planned { role: native.name, name, shape, transform, layout: Layout::Ggml, cut };
-        if self.options.layout == WeightLayout::Mma16 && planned.fits(&Layout::Mma16, self.options.ranks) {
+        if self.options.layout == WeightLayout::Mma16
+            && planned.keeps_from_tiles(self.options.ranks).is_none()
+        {
             planned.layout = Layout::Mma16;
         }
         Ok(Some(planned))
@@ -322,6 +341,18 @@ impl Planner<'_> {
                 if self.set.info(&own).is_none() =>
             {
                 let fused = TensorName::Layer(layer, LayerRole::ExpertsGateUpProj).gguf();
+                let sister = match role {
+                    LayerRole::ExpertsGateProj => LayerRole::ExpertsUpProj,
+                    _ => LayerRole::ExpertsGateProj,
+                };
+                let sister = TensorName::Layer(layer, sister).gguf();
+                // Its own half of the fused tensor would be left out without a word.
+                if let Some((part, _)) = self.set.info(&sister) {
+                    let path = &self.set.parts()[part].path;
+                    let expected = format!("no such tensor beside {fused}, which has its values too");
+                    let found = format!("it, and no {own}; convert the original model again");
+                    return Err(Error::tensor(path, &sister, expected, found));
+                }
                 let width = native.shape.dims()[1];
                 Ok(Transform::CopyHalf {
                     source: self.source(&fused, &native.shape.with_dim(1, 2 * width))?,

@@ -3,6 +3,7 @@
 use crate::Error;
 use crate::tokenizer::Tokenizer;
 use formats::gguf::GgufSet;
+use formats::manifest::MAX_TEMPLATE_BYTES;
 use minijinja::Environment;
 use serde::Serialize;
 
@@ -60,14 +61,30 @@ fn chat_template(set: &GgufSet) -> Result<Option<&str>, Error> {
     if template.trim().is_empty() {
         return Err(refuse("an empty one".to_owned()));
     }
-    match Environment::empty().template_from_str(template) {
-        Ok(_) => Ok(Some(template)),
-        Err(e) => Err(refuse(format!(
+    if template.len() > MAX_TEMPLATE_BYTES {
+        return Err(refuse(format!("one of {} bytes, more than {MAX_TEMPLATE_BYTES}", template.len())));
+    }
+    match on_a_deep_stack(|| Environment::empty().template_from_str(template).map(|_| ())) {
+        Ok(Ok(())) => Ok(Some(template)),
+        Ok(Err(e)) => Err(refuse(format!(
             "one that does not parse (line {}: {})",
             e.line().unwrap_or(0),
             e.detail().unwrap_or("it is no template")
         ))),
+        Err(why) => Err(refuse(why)),
     }
+}
+
+/// The parser walks expressions by recursion, as deep as the template is long: on the main thread's stack, one of 20 kB is
+/// the end of the program. What is not touched of this one costs nothing.
+fn on_a_deep_stack<T: Send>(parse: impl FnOnce() -> T + Send) -> Result<T, String> {
+    const STACK: usize = 512 << 20;
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK);
+        let parsing =
+            thread.spawn_scoped(scope, parse).map_err(|e| format!("no thread to parse it on ({e})"))?;
+        parsing.join().map_err(|_| "one that the parser fails on".to_owned())
+    })
 }
 
 fn generation_config(set: &GgufSet, tokenizer: &Tokenizer) -> Result<GenerationConfig, Error> {

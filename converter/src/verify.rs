@@ -13,11 +13,15 @@ use crate::work::{Control, Stage};
 use formats::checkpoint::{Checkpoint, RankShard};
 use formats::digest::{CHUNK_BYTES, root_digest};
 use formats::gguf::GgufSet;
-use formats::manifest::{B3SUMS_FILE, MANIFEST_FILE, Manifest, RankManifest, TransformKind};
+use formats::manifest::{
+    B3SUMS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, RankManifest, TransformKind,
+};
+use formats::map::open_regular;
 use formats::{Digest, Error as FormatsError};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::File;
+use std::io::{Read, Take};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -25,6 +29,7 @@ use std::time::Instant;
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The checkpoint.
+    #[serde(serialize_with = "crate::lossy_path")]
     pub dir: PathBuf,
     /// True without failures.
     pub ok: bool,
@@ -144,57 +149,82 @@ fn check_small_files(checkpoint: &Checkpoint, report: &mut Report) {
         sums.insert(rank.file.clone(), rank.blake3);
         sums.insert(rank.manifest.clone(), rank.manifest_blake3);
     }
-    let mut read = |name: &str| {
-        let path = checkpoint.dir().join(name);
-        match fs::read(&path) {
-            Ok(bytes) => {
-                report.files += 1;
-                report.bytes += bytes.len() as u64;
-                Some(bytes)
-            }
-            Err(e) => {
-                report
-                    .failures
-                    .push(format!("{}: cannot read: {e}; copy or convert it again", path.display()));
-                None
-            }
+    let mut failures = Vec::new();
+    let mut read = |name: &str, bytes: Option<u64>| match hash_small_file(
+        &checkpoint.dir().join(name),
+        bytes.unwrap_or(MAX_MANIFEST_BYTES),
+    ) {
+        Ok((bytes, digest)) => {
+            report.files += 1;
+            report.bytes += bytes;
+            Some((bytes, digest))
+        }
+        Err(e) => {
+            report.failures.push(format!("{e}; copy or convert it again"));
+            None
         }
     };
-    let mut failures = Vec::new();
     for side in &manifest.files {
         sums.insert(side.file.clone(), side.blake3);
-        let Some(bytes) = read(&side.file) else { continue };
-        if (bytes.len() as u64, Digest::of(&bytes)) != (side.bytes, side.blake3) {
+        let Some((bytes, digest)) = read(&side.file, Some(side.bytes)) else { continue };
+        if (bytes, digest) != (side.bytes, side.blake3) {
             failures.push(format!(
-                "{}: expected {} bytes of digest {}, found {} bytes of {}; copy or convert it again",
-                side.file,
-                side.bytes,
-                side.blake3,
-                bytes.len(),
-                Digest::of(&bytes)
+                "{}: expected {} bytes of digest {}, found {bytes} bytes of {digest}; copy or convert it again",
+                side.file, side.bytes, side.blake3,
             ));
         }
     }
     for rank in &manifest.rank_files {
         // Its digest was held against the top manifest when it was opened.
-        read(&rank.manifest);
+        read(&rank.manifest, None);
     }
-    if let Some(bytes) = read(MANIFEST_FILE) {
-        sums.insert(MANIFEST_FILE.to_owned(), Digest::of(&bytes));
+    if let Some((_, digest)) = read(MANIFEST_FILE, None) {
+        sums.insert(MANIFEST_FILE.to_owned(), digest);
     }
-    if let Some(bytes) = read(B3SUMS_FILE) {
-        failures.extend(b3sums_failures(&bytes, &sums));
+    let expected: BTreeSet<String> = sums.iter().map(|(name, digest)| format!("{digest}  {name}")).collect();
+    let most = expected.iter().map(|line| line.len() as u64 + 1).sum();
+    match read_at_most(&checkpoint.dir().join(B3SUMS_FILE), most) {
+        Ok(bytes) => {
+            report.files += 1;
+            report.bytes += bytes.len() as u64;
+            failures.extend(b3sums_failures(&bytes, &expected));
+        }
+        Err(e) => failures.push(format!("{e}; copy or convert it again")),
     }
     report.failures.extend(failures);
 }
 
+/// Size and digest of a regular file of at most `most` bytes. It is read in pieces: whatever lies there costs no memory.
+fn hash_small_file(path: &Path, most: u64) -> Result<(u64, Digest), Error> {
+    let mut hasher = blake3::Hasher::new();
+    let bytes = std::io::copy(&mut open_at_most(path, most)?, &mut hasher)
+        .map_err(|e| Error::io(path, "cannot read", e))?;
+    Ok((bytes, hasher.finalize().into()))
+}
+
+fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>, Error> {
+    let mut bytes = Vec::new();
+    open_at_most(path, most)?.read_to_end(&mut bytes).map_err(|e| Error::io(path, "cannot read", e))?;
+    Ok(bytes)
+}
+
+/// Opens a regular file of at most `most` bytes; of one that grows meanwhile no more are read.
+fn open_at_most(path: &Path, most: u64) -> Result<Take<File>, Error> {
+    let file = open_regular(path)?;
+    let found = file.metadata().map_err(|e| Error::io(path, "cannot look at it", e))?.len();
+    if found > most {
+        let what = format!("expected at most {most} bytes, found {found}");
+        return Err(Error::Input { path: path.to_owned(), what });
+    }
+    Ok(file.take(most))
+}
+
 /// Lines of B3SUMS that are not those of the manifests, or of checkpoint.json itself.
-fn b3sums_failures(bytes: &[u8], sums: &BTreeMap<String, Digest>) -> Vec<String> {
-    let expected: BTreeSet<String> = sums.iter().map(|(name, digest)| format!("{digest}  {name}")).collect();
+fn b3sums_failures(bytes: &[u8], expected: &BTreeSet<String>) -> Vec<String> {
     let text = String::from_utf8_lossy(bytes);
     let found: BTreeSet<String> = text.lines().map(str::to_owned).collect();
     let wrong =
-        found.difference(&expected).map(|line| format!("{B3SUMS_FILE}: {line:?} is not what the files say"));
+        found.difference(expected).map(|line| format!("{B3SUMS_FILE}: {line:?} is not what the files say"));
     let missing =
         expected.difference(&found).map(|line| format!("{B3SUMS_FILE}: the line {line:?} is not there"));
     wrong.chain(missing).collect()

@@ -294,6 +294,16 @@ impl MoeConfig {
             &format!("a divisor of {} experts", self.n_routed_experts),
             r.n_group,
         )?;
+        let has_two = self.n_routed_experts / r.n_group >= 2;
+        check(
+            "moe.router.n_group",
+            r.n_group == 1 || r.group_score != GroupScore::TopTwoSum || has_two,
+            &format!(
+                "groups of at least two of the {} experts, whose scores are added",
+                self.n_routed_experts
+            ),
+            r.n_group,
+        )?;
         check("moe.router.topk_group", r.topk_group <= r.n_group, "at most n_group", r.topk_group)?;
         let eligible = self.n_routed_experts / r.n_group * r.topk_group;
         check(

@@ -57,6 +57,14 @@ pub enum Error {
         /// Its answer.
         source: std::io::Error,
     },
+    /// A file that is not what it was when it was opened.
+    #[error(
+        "{path}: the source was written to, or another file took its name, while it was converted; nothing was kept, convert it when it rests"
+    )]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
     /// A fault inside the named file.
     #[error("{path}: {source}")]
     In {

@@ -5,7 +5,15 @@ mod cli;
 use std::io::Write;
 use std::process::ExitCode;
 
+/// The only word on a mapped file that is not there any more.
+const FAULT: &str = "shardrun: error: a rank file that was being read became shorter, or its disk failed: it changed while it was in use; copy or convert the checkpoint again\n";
+
 fn main() -> ExitCode {
+    if let Err(error) = formats::map::end_on_fault(FAULT) {
+        let _ =
+            writeln!(std::io::stderr(), "shardrun: error: cannot watch for faults of mapped files: {error}");
+        return ExitCode::from(2);
+    }
     match cli::run() {
         Ok(code) => code,
         Err(error) => {

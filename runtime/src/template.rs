@@ -9,6 +9,7 @@ mod python;
 
 use crate::Error;
 use crate::tokenizer::{EncodeError, Part, Tokenizer};
+use formats::manifest::MAX_TEMPLATE_BYTES;
 use guard::Guard;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
@@ -19,8 +20,6 @@ use std::path::Path;
 const FILE: &str = "chat_template.jinja";
 /// Instructions of one rendering: a few hundred for each message, and an end to loops that a file only means to waste time with.
 const FUEL: u64 = 1_000_000;
-/// Longest template, in bytes; real ones have up to 20 thousand.
-const LONGEST: usize = 64 << 10;
 /// Stack of a thread that compiles a template or renders it. The engine walks expressions and values by recursion, and only
 /// their length and the fuel bound their depth. What is not touched costs nothing.
 const STACK: usize = 512 << 20;
@@ -87,8 +86,11 @@ impl ChatTemplate {
 
     /// Compiles a template; an error is one line.
     fn parse(source: String) -> Result<Self, String> {
-        if source.len() > LONGEST {
-            return Err(format!("expected a template of at most {LONGEST} bytes, found {}", source.len()));
+        if source.len() > MAX_TEMPLATE_BYTES {
+            return Err(format!(
+                "expected a template of at most {MAX_TEMPLATE_BYTES} bytes, found {}",
+                source.len()
+            ));
         }
         on_a_deep_stack(|| Self::compile(source)).unwrap_or_else(Err)
     }

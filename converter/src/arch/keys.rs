@@ -79,13 +79,18 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A size, or an array that has the same one for every layer.
+    /// A size, or an array that has the same one for every one of `block_count` layers.
     pub(super) fn uniform(&self, key: &str) -> Result<usize, Error> {
         if !matches!(self.value(key), Some(Value::Array(_))) {
             return self.required(key);
         }
-        let sizes = self.sizes(key)?;
+        let (sizes, layers) = (self.sizes(key)?, self.required("block_count")?);
         match sizes.first() {
+            _ if sizes.len() != layers => Err(self.refuse(
+                key,
+                format!("one value for each of {layers} layers"),
+                format!("{} values", sizes.len()),
+            )),
             Some(&first) if first > 0 && sizes.iter().all(|&n| n == first) => Ok(first),
             _ => Err(self.refuse(key, "the same number for every layer", format!("{sizes:?}"))),
         }
@@ -122,7 +127,17 @@ impl<'a> Keys<'a> {
         const KEY: &str = "tokenizer.ggml.tokens";
         let tokens = self.metadata.array(KEY).map_err(|e| e.in_file(self.path))?;
         match tokens {
-            Some(tokens) if !tokens.is_empty() => Ok(tokens.len()),
+            Some(tokens) if !tokens.is_empty() => match self.optional("vocab_size")? {
+                Some(said) if said != tokens.len() => {
+                    let expected = format!("the {} tokens of {KEY}", tokens.len());
+                    Err(self.refuse(
+                        "vocab_size",
+                        expected,
+                        format!("{said}; convert the original model again"),
+                    ))
+                }
+                _ => Ok(tokens.len()),
+            },
             Some(_) => Err(Error::key(self.path, KEY, "the vocabulary", "an empty array")),
             None => Err(Error::key(
                 self.path,

@@ -15,7 +15,7 @@ use crate::writer::{
 use formats::gguf::GgufSet;
 use formats::manifest::{MANIFEST_FILE, rank_file_name, rank_manifest_name};
 use std::collections::BTreeSet;
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -59,8 +59,8 @@ pub fn convert_ranks(
     let dir = PartialDir::open(out, &infix, unfinished, &stamp)?;
     let made = make_ranks(set, plan, &dir, &missing, Sources::Leave, 0, control).and_then(|digests| {
         control.check()?;
-        refuse_finished(out)?;
-        add(plan, &missing, &digests, &stamp.origin, dir.path(), out)?;
+        set.check_unchanged()?;
+        add(plan, &missing, &digests, &stamp.origin, dir.path(), out, unfinished)?;
         Ok(digests.kept_bytes)
     });
     let kept_bytes = match made {
@@ -148,11 +148,15 @@ fn check_and_write(
         }
     }
     control.check()?;
+    set.check_unchanged()?;
     write_all(set, plan, side_files, &digests, out)?;
     sync_dir(out)
 }
 
 /// Moves finished ranks from `from` to `out`; each is there with its record, or not at all.
+///
+/// Other runs may have added theirs since the work began: what is there is looked at again while nobody else adds, and one of
+/// the same conversion stays as it is.
 fn add(
     plan: &Plan,
     ranks: &[usize],
@@ -160,14 +164,24 @@ fn add(
     origin: &Origin,
     from: &Path,
     out: &Path,
+    unfinished: Unfinished,
 ) -> Result<(), Error> {
     match fs::create_dir(out) {
         Ok(()) => sync_dir(&parent_and_name(out)?.0)?,
         Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
         Err(e) => return Err(Error::io(out, "cannot create the directory", e)),
     }
+    let _lock = wait_for(out)?;
+    refuse_finished(out)?;
+    check_origins(out, origin)?;
     let all = plan.options.ranks;
     for &rank in ranks {
+        let path = origin_path(out, rank, all);
+        match unfinished {
+            _ if !path.exists() => {}
+            Unfinished::Refuse => return Err(Error::RankExists { path, rank }),
+            Unfinished::Resume => continue,
+        }
         let (file, manifest) = (rank_file_name(rank, all), rank_manifest_name(rank, all));
         write_file(from, &manifest, &json(&rank_manifest(plan, rank, &digests.ranks[&rank])))?;
         for name in [&file, &manifest] {
@@ -177,6 +191,17 @@ fn add(
         write_file(out, &origin_name(rank, all), &json(origin))?;
     }
     sync_dir(out)
+}
+
+/// Waits until no other run adds to `out`, which takes it no longer than some names and a flush; held until the file is closed.
+fn wait_for(out: &Path) -> Result<File, Error> {
+    let dir = File::open(out).map_err(|e| Error::io(out, "cannot open the directory", e))?;
+    match dir.lock() {
+        Ok(()) => Ok(dir),
+        // A file system that knows no locks, or none of directories: what is there was looked at before.
+        Err(e) if matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) => Ok(dir),
+        Err(e) => Err(Error::io(out, "cannot lock", e)),
+    }
 }
 
 /// Nothing is added to a checkpoint, or to what is no directory.

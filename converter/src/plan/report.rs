@@ -1,13 +1,14 @@
 //! A plan for people (a table) and for programs (JSON).
 
-use super::{AxisCut, CutBy, PeakMemory, Plan, Planned};
+use super::{AxisCut, CutBy, NoTiles, PeakMemory, Plan, Planned, WeightLayout};
 use crate::error::human_bytes;
 use crate::table::{Align, table};
 use crate::work::MAX_THREADS;
-use formats::layout::Layout;
+use formats::layout::{Layout, mma16};
 use formats::manifest::{ExpertCut, Shard, Skipped, TransformKind, rank_file_name};
 use formats::{Dtype, ModelConfig, Shape, TensorName};
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// Everything that a plan says.
@@ -158,8 +159,50 @@ impl Plan {
             human_bytes(self.source_bytes)
         );
         let _ = writeln!(text, "memory needed: {}", self.memory_text());
+        if let Some(tiles) = self.tiles_text() {
+            let _ = writeln!(text, "layout mma16: {tiles}");
+        }
         text.push_str(&self.skipped_text());
         text
+    }
+
+    /// How many tensors are in tiles, and why the others are not; `None` when nobody asked for tiles.
+    fn tiles_text(&self) -> Option<String> {
+        if self.options.layout != WeightLayout::Mma16 {
+            return None;
+        }
+        let reasons: Vec<Option<NoTiles>> =
+            self.tensors.iter().map(|tensor| tensor.keeps_from_tiles(self.options.ranks)).collect();
+        let count =
+            |wanted: &dyn Fn(NoTiles) -> bool| reasons.iter().flatten().filter(|&&r| wanted(r)).count();
+        let names = |types: &mut dyn Iterator<Item = Dtype>| {
+            types
+                .map(|dtype| dtype.to_string())
+                .collect::<BTreeSet<_>>()
+                .into_iter()
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let others = names(&mut reasons.iter().flatten().filter_map(|reason| match reason {
+            NoTiles::Type(dtype) => Some(*dtype),
+            _ => None,
+        }));
+        let taken = names(&mut mma16::MULTIPLIED.into_iter());
+        let stay = [
+            (
+                count(&|r| matches!(r, NoTiles::Type(_))),
+                format!("of types that it does not take ({others}; it takes {taken})"),
+            ),
+            (count(&|r| r == NoTiles::Parts), "whose parts are no whole tiles on every rank".to_owned()),
+            (count(&|r| r == NoTiles::LookedUp), "whose rows are looked up".to_owned()),
+            (count(&|r| r == NoTiles::Computed), "in the precision that they need".to_owned()),
+        ];
+        let tiled = reasons.iter().filter(|reason| reason.is_none()).count();
+        let mut text = format!("{tiled} tensors in tiles");
+        for (count, why) in stay.iter().filter(|(count, _)| *count > 0) {
+            let _ = write!(text, "; {count} stay ggml, {why}");
+        }
+        Some(text)
     }
 
     /// How even the rank files are.

@@ -1,8 +1,10 @@
 //! The program: exit codes, one line for each error, JSON, and nothing left behind.
 
 use crate::files::{bundled, convert, refused, shardmill};
+use crate::made::{Gguf, Value as Text};
 use serde_json::Value;
 use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -41,6 +43,55 @@ fn every_command_prints_json() {
     assert_eq!(json(&arguments)["shape"], serde_json::json!([256]));
 }
 
+/// A path need not be text; in JSON it is the text that is nearest to it.
+#[test]
+fn every_command_prints_json_of_paths_that_are_no_text() {
+    let temp = TempDir::new().unwrap();
+    let dir = temp.path().join(OsStr::from_bytes(b"d\xff"));
+    std::fs::create_dir(&dir).unwrap();
+    let [out, apart, x] = ["out", "apart", "x.safetensors"].map(|name| dir.join(name));
+    let gguf = dir.join("model.gguf");
+    std::os::unix::fs::symlink(bundled().gguf, &gguf).unwrap();
+    let [gguf, out_, apart_, x_] = [&gguf, &out, &apart, &x].map(|path| path.as_os_str());
+    let [one, both] = [["--ranks", "2", "--rank", "0"], ["--ranks", "2", "--rank", "1"]]
+        .map(|arguments| arguments.map(OsStr::new));
+    let json = |command: &str, arguments: &[&OsStr]| -> Value {
+        let output = shardmill(&[command.as_ref(), "--json".as_ref()]).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let ends = |value: &Value, end: &str| {
+        let path = value.as_str().unwrap().to_owned();
+        assert!(path.ends_with(end), "{path} should end with {end}");
+    };
+    json("plan", &[gguf]);
+    json("inspect", &[gguf]);
+    ends(&json("convert", &[gguf, out_])["out"], "d\u{fffd}/out");
+    ends(&json("convert", &[&[gguf, apart_], &one[..]].concat())["out"], "d\u{fffd}/apart");
+    json("convert", &[&[gguf, apart_], &both[..]].concat());
+    ends(&json("finish", &[gguf, apart_, "--ranks".as_ref(), "2".as_ref()])["out"], "d\u{fffd}/apart");
+    ends(&json("verify", &[out_, "--source".as_ref(), gguf])["dir"], "d\u{fffd}/out");
+    json("inspect", &[out_]);
+    let [tensor, name, to] = ["--tensor", "model.norm.weight", "--out"].map(OsStr::new);
+    ends(&json("extract", &[out_, tensor, name, to, x_])["out"], "d\u{fffd}/x.safetensors");
+}
+
+/// What a terminal would obey is escaped as JSON has it, and comes back as it was.
+#[test]
+fn json_stays_json_whatever_a_name_holds() {
+    const NAME: &str = "a\u{7f}b\u{85}c\u{2028}d\u{202e}e\u{1b}f\ng\u{1f600}";
+    let temp = TempDir::new().unwrap();
+    let mut gguf = Gguf::glm_dsa();
+    gguf.set("general.name", Text::Str(NAME.to_owned()));
+    let path = gguf.write(temp.path());
+    let output = shardmill(&["plan".as_ref(), path.as_os_str(), "--json".as_ref()]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.chars().all(|c| c == '\n' || formats::is_plain(c)), "{text}");
+    let found: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(found["name"], NAME);
+}
+
 #[test]
 fn the_plan_is_a_table_by_role() {
     let output = shardmill(&["plan".as_ref(), bundled().gguf.as_os_str()]).output().unwrap();
@@ -63,6 +114,32 @@ fn the_plan_is_a_table_by_role() {
             && text.contains("skipped: nothing"),
         "{text}"
     );
+}
+
+/// Every tensor is in the sum, those that stay with the reason, and only for who asked.
+#[test]
+fn the_plan_says_why_a_tensor_has_no_tiles() {
+    let gguf = bundled().gguf;
+    let text = |layout: &str, ranks: &str| {
+        let arguments = ["plan".as_ref(), gguf.as_os_str()];
+        let output = shardmill(&arguments).args(["--layout", layout, "--ranks", ranks]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(!text("ggml", "2").contains("layout mma16"));
+    let text = text("mma16", "2");
+    let line = text.lines().find(|line| line.starts_with("layout mma16: ")).unwrap();
+    for words in [
+        "tensors in tiles",
+        "Q2_K",
+        "it takes Q4_0, Q4_K, Q5_0, Q5_K, Q6_K, Q8_0",
+        "1 stay ggml, whose rows are looked up",
+    ] {
+        assert!(line.contains(words), "{line} should say {words}");
+    }
+    let counts = line["layout mma16: ".len()..]
+        .split("; ")
+        .filter_map(|part| part.split(' ').next()?.parse::<usize>().ok());
+    assert_eq!(counts.sum::<usize>(), 90, "{line}");
 }
 
 #[test]

@@ -5,19 +5,27 @@ use crate::made::{F32, Gguf, HIDDEN, Value};
 use converter::Existing;
 use converter::extract::extract;
 use converter::inspect::inspect;
+use converter::work::{Control, Progress};
 use formats::gguf::GgufSet;
 use formats::manifest::ExpertCut;
 use formats::quant;
 use half::bf16;
 use safetensors::SafeTensors;
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 use tempfile::TempDir;
+
+/// Id of the type with 84 bytes for 256 values.
+const Q2_K: u32 = 10;
 
 /// Extracts and reads back: shape and values.
 fn values(input: &Path, name: &str) -> (Vec<usize>, Vec<f32>) {
     let temp = TempDir::new().unwrap();
     let out = temp.path().join("x.safetensors");
-    extract(input, name, &out, Existing::Refuse).unwrap();
+    extract(input, name, &out, Existing::Refuse, &control()).unwrap();
     let bytes = std::fs::read(out).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(file.names(), [name]);
@@ -85,7 +93,8 @@ fn gguf_files_of_any_architecture_open() {
     assert!(inspect(&path, None).unwrap().text.contains("llama"));
     let out = temp.path().join("x");
     let error =
-        extract(&path, "model.layers.0.self_attn.kv_b_proj.weight", &out, Existing::Refuse).unwrap_err();
+        extract(&path, "model.layers.0.self_attn.kv_b_proj.weight", &out, Existing::Refuse, &control())
+            .unwrap_err();
     assert!(error.to_string().contains("llama"), "{error}");
 }
 
@@ -97,7 +106,7 @@ fn empty_tensors_are_empty_whatever_their_other_dimensions() {
     gguf.put("some.weight", &[4], F32);
     let path = gguf.write(temp.path());
     let out = temp.path().join("x.safetensors");
-    let written = extract(&path, "empty.weight", &out, Existing::Refuse).unwrap();
+    let written = extract(&path, "empty.weight", &out, Existing::Refuse, &control()).unwrap();
     assert_eq!(written.shape.dims(), [1 << 62, 0]);
     assert!(inspect(&path, Some("empty.weight")).unwrap().text.contains("[]"));
 }
@@ -123,8 +132,9 @@ fn an_unknown_name_gets_the_closest_ones() {
     let dir = temp.path().join("out");
     convert(&bundled().gguf, &dir, 2);
     let out = temp.path().join("x.safetensors");
-    let refused =
-        |input: &Path, name: &str| extract(input, name, &out, Existing::Refuse).unwrap_err().to_string();
+    let refused = |input: &Path, name: &str| {
+        extract(input, name, &out, Existing::Refuse, &control()).unwrap_err().to_string()
+    };
     let said = refused(&bundled().gguf, "blk.1.attn_outptu.weight");
     assert!(said.contains("blk.1.attn_output.weight"), "{said}");
     let said = refused(&dir, "model.layers.1.self_attn.oproj.weight");
@@ -140,10 +150,10 @@ fn an_existing_file_is_kept_unless_it_is_to_be_replaced() {
     let out = temp.path().join("x.safetensors");
     std::fs::write(&out, "mine").unwrap();
     let name = "output_norm.weight";
-    let error = extract(&bundled().gguf, name, &out, Existing::Refuse).unwrap_err();
+    let error = extract(&bundled().gguf, name, &out, Existing::Refuse, &control()).unwrap_err();
     assert!(error.to_string().contains("already a file"), "{error}");
     assert_eq!(std::fs::read(&out).unwrap(), b"mine");
-    let written = extract(&bundled().gguf, name, &out, Existing::Replace).unwrap();
+    let written = extract(&bundled().gguf, name, &out, Existing::Replace, &control()).unwrap();
     assert_eq!(std::fs::metadata(&out).unwrap().len(), written.bytes);
     assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1);
 }
@@ -174,4 +184,50 @@ fn inspect_says_the_same_of_a_tensor_wherever_it_lies() {
     let rank_file = inspect(&dir.join("rank-2-of-4.safetensors"), None).unwrap();
     assert!(rank_file.text.contains("rank 2 of 4"), "{}", rank_file.text);
     assert_eq!(rank_file.json["tensors"].as_array().unwrap().len(), 90);
+}
+
+#[test]
+fn an_interruption_leaves_what_was_there() {
+    let temp = TempDir::new().unwrap();
+    let out = temp.path().join("x.safetensors");
+    std::fs::write(&out, "mine").unwrap();
+    let interrupted = Control::new(Some(1), Arc::new(AtomicBool::new(true)), Progress::Quiet);
+    let name = "blk.1.ffn_down_exps.weight";
+    let error = extract(&bundled().gguf, name, &out, Existing::Replace, &interrupted).unwrap_err();
+    assert_eq!(error.exit_code(), 130, "{error}");
+    assert_eq!(std::fs::read(&out).unwrap(), b"mine");
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1);
+}
+
+/// Ctrl-C on the program itself, in the middle of a tensor that takes gigabytes.
+#[test]
+fn the_program_stops_when_it_is_told() {
+    let temp = TempDir::new().unwrap();
+    let (path, out) = (temp.path().join("large.gguf"), temp.path().join("x.safetensors"));
+    // A hole of a file: a tensor of Q2_K zeroes, 2 GB as f32.
+    let mut gguf = Gguf { keys: Vec::new(), tensors: Vec::new() };
+    gguf.set("general.architecture", Value::Str("llama".to_owned()));
+    gguf.put("large.weight", &[0, 1], F32);
+    let tensor = gguf.tensor("large.weight");
+    (tensor.ne, tensor.id) = (vec![1 << 20, 512], Q2_K);
+    std::fs::copy(gguf.write(temp.path()), &path).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(file.metadata().unwrap().len() + (1 << 29) / 256 * 84).unwrap();
+    let mut child = shardmill(&["extract".as_ref(), path.as_os_str(), "--out".as_ref(), out.as_os_str()])
+        .args(["--tensor", "large.weight"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let partial = temp.path().join("x.safetensors.partial");
+    let size = || std::fs::metadata(&partial).map_or(0, |metadata| metadata.len());
+    while size() == 0 && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert_eq!(said, "shardmill: error: interrupted; nothing unfinished is left\n");
+    assert!(!out.exists() && !partial.exists());
 }

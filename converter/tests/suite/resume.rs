@@ -1,15 +1,19 @@
 //! Interrupted conversions that go on, and ranks that are made apart.
 
 use crate::faults::library;
-use crate::files::{bundled, contents, convert, refused, shardmill};
+use crate::files::{bundled, contents, control, convert, options, refused, shardmill};
+use converter::plan::Plan;
+use converter::side_files::side_files;
+use converter::{Unfinished, execute};
 use formats::checkpoint::Checkpoint;
+use formats::gguf::GgufSet;
 use serde_json::Value;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::Instant;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 fn converting(gguf: &Path, out: &Path, options: &[&str]) -> Command {
@@ -191,4 +195,121 @@ fn ranks_made_apart_are_those_of_one_run() {
     assert!(contents(&one) == contents(&whole), "the two directories differ");
     let said = refused(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "0", "--resume"]), 2);
     assert!(said.contains("already a directory"), "{said}");
+}
+
+/// A source that is written to while it is read would become a mixture of before and after, of right digests.
+#[test]
+fn a_source_that_changes_meanwhile_becomes_nothing() {
+    let temp = TempDir::new().unwrap();
+    let gguf = temp.path().join("model.gguf");
+    let [out, apart] = ["out", "apart"].map(|name| temp.path().join(name));
+    std::fs::copy(bundled().gguf, &gguf).unwrap();
+    let right = std::fs::read(&gguf).unwrap();
+    let renew = |bytes: &[u8]| {
+        let other = temp.path().join("other");
+        std::fs::write(&other, bytes).unwrap();
+        std::fs::rename(&other, &gguf).unwrap();
+    };
+    let write_a_byte = || {
+        let file = OpenOptions::new().write(true).open(&gguf).unwrap();
+        file.write_all_at(&right[right.len() - 1..], right.len() as u64 - 1).unwrap();
+    };
+    let write_a_byte_and_hide_it = || {
+        let before = std::fs::metadata(&gguf).unwrap().modified().unwrap();
+        write_a_byte();
+        OpenOptions::new().write(true).open(&gguf).unwrap().set_modified(before).unwrap();
+    };
+    done(&mut converting(&gguf, &apart, &["--ranks", "2", "--rank", "0"]));
+    let there = contents(&apart);
+    let changes: [&dyn Fn(); 3] = [&write_a_byte, &write_a_byte_and_hide_it, &|| renew(&right)];
+    for change in changes {
+        let set = GgufSet::open(&gguf).unwrap();
+        let plan = Plan::new(&set, options(2)).unwrap();
+        let files = side_files(&set).unwrap();
+        change();
+        let whole = execute::convert(&set, &plan, &files, &out, Unfinished::Refuse, &control());
+        let rank = execute::convert_ranks(&set, &plan, &[1], &apart, Unfinished::Refuse, &control());
+        for error in [whole.unwrap_err(), rank.unwrap_err()] {
+            let said = error.to_string();
+            assert!(said.contains("model.gguf: the source was written to") && !said.contains('\n'), "{said}");
+            assert_eq!(error.exit_code(), 2);
+        }
+        assert!(contents(&apart) == there, "{:?}", contents(&apart).keys());
+        let left: Vec<_> = contents(temp.path()).into_keys().collect();
+        assert_eq!(left, ["apart", "model.gguf"]);
+    }
+    done(&mut converting(&gguf, &apart, &["--ranks", "2", "--rank", "1"]));
+    for change in changes {
+        let set = GgufSet::open(&gguf).unwrap();
+        let plan = Plan::new(&set, options(2)).unwrap();
+        let files = side_files(&set).unwrap();
+        change();
+        let said = execute::finish(&set, &plan, &files, &apart, &control()).unwrap_err().to_string();
+        assert!(said.contains("model.gguf: the source was written to"), "{said}");
+        assert!(Checkpoint::open(&apart).is_err());
+    }
+    done(shardmill(&["finish".as_ref(), gguf.as_os_str(), apart.as_os_str()]).args(["--ranks", "2"]));
+    Checkpoint::open(&apart).unwrap();
+}
+
+/// What is mapped of it is gone then, which the system says by a signal that ends programs.
+#[test]
+fn a_source_that_becomes_shorter_is_one_line() {
+    let temp = TempDir::new().unwrap();
+    let (gguf, out) = (temp.path().join("model.gguf"), temp.path().join("out"));
+    std::fs::copy(bundled().gguf, &gguf).unwrap();
+    let partial = temp.path().join("out.ranks-3-of-20.partial");
+    let mut command = converting(&gguf, &out, &["--ranks", "20", "--threads", "1", "--rank", "3"]);
+    command
+        .env("LD_PRELOAD", library())
+        .env("FAULT_IN", partial.join("rank-3-of-20.safetensors"))
+        .env("FAULT_DO", "shrink")
+        .env("FAULT_SHRINK", &gguf)
+        // The first call makes the file.
+        .env("FAULT_AT", "2");
+    let said = refused(&mut command, 2);
+    assert!(said.contains("became shorter"), "{said}");
+    assert!(Checkpoint::open(&partial).is_err() && !out.exists());
+}
+
+/// Of two runs that make the same rank the second to finish finds the first one's, and leaves it alone.
+#[test]
+fn a_rank_that_appears_meanwhile_is_kept() {
+    let temp = TempDir::new().unwrap();
+    let gguf = bundled().gguf;
+    let [same, other] = ["same", "other"].map(|name| temp.path().join(name));
+    done(&mut converting(&gguf, &same, &["--ranks", "2", "--rank", "0"]));
+    done(&mut converting(&gguf, &other, &["--ranks", "2", "--rank", "0", "--experts", "expert"]));
+    for (there, options, refusal) in [
+        (&same, &[][..], Some("rank 0 is there already")),
+        (&same, &["--resume"], None),
+        (&other, &[], Some("is of another conversion")),
+        (&other, &["--resume"], Some("is of another conversion")),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let out = folder.path().join("out");
+        std::fs::create_dir(&out).unwrap();
+        let adding = std::fs::File::open(&out).unwrap();
+        adding.lock().unwrap();
+        let mut command = converting(&gguf, &out, &["--ranks", "2", "--rank", "0", "--quiet"]);
+        let mut child = command.args(options).stderr(Stdio::piped()).spawn().unwrap();
+        // It has looked at what is there by then.
+        while !folder.path().join("out.ranks-0-of-2.partial").exists() {
+            assert!(child.try_wait().unwrap().is_none(), "it ended before it began");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let expected = contents(there);
+        for (name, bytes) in &expected {
+            std::fs::write(out.join(name), bytes).unwrap();
+        }
+        drop(adding);
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        match refusal {
+            Some(refusal) => assert!(output.status.code() == Some(2) && said.contains(refusal), "{said}"),
+            None => assert!(output.status.success(), "{said}"),
+        }
+        assert!(contents(&out) == expected, "{options:?} changed what was there");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
 }

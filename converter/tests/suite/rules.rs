@@ -9,6 +9,7 @@ use converter::side_files::side_files;
 use converter::verify::verify;
 use formats::config::{IndexerRole, ScoringFunc};
 use formats::gguf::GgufSet;
+use formats::manifest::MAX_TEMPLATE_BYTES;
 use formats::{Dtype, ModelConfig};
 use tempfile::TempDir;
 
@@ -153,6 +154,87 @@ fn a_chat_template_is_one_or_is_not_there() {
         for name in ["made.gguf", KEY, name, "gguf-new-metadata"] {
             assert!(said.contains(name) && !said.contains('\n'), "{said} should name {name}");
         }
+    }
+}
+
+/// Every shape that nests as deep as it is long, at a real template's length: none is the end of the program.
+#[test]
+fn a_chat_template_nests_as_deep_as_it_likes() {
+    const KEY: &str = "tokenizer.chat_template";
+    const BYTES: usize = 20_000;
+    let temp = TempDir::new().unwrap();
+    let made = |template: String| {
+        let gguf = changed(|g| g.set(KEY, Value::Str(template)));
+        side_files(&GgufSet::open(&gguf.write(temp.path())).unwrap()).map_err(|e| e.to_string())
+    };
+    for (before, nested, after) in [
+        ("{{", "-", "x}}"),
+        ("{{", "not ", "x}}"),
+        ("{{a", "+a", "}}"),
+        ("{{a", "~a", "}}"),
+        ("{{a", "**a", "}}"),
+        ("{{a", ".a", "}}"),
+        ("{{a", "|b", "}}"),
+        ("{{a", " and a", "}}"),
+        ("{{a", "()", "}}"),
+        ("{{a", " if a else b", "}}"),
+        ("{{a", " is b", "}}"),
+        ("{{", "(", "}}"),
+        ("{{", "[", "}}"),
+        ("{% if a %}", "{% elif b %}", "{% endif %}"),
+        ("", "{% if a %}", ""),
+    ] {
+        let times = (BYTES - before.len() - after.len()) / nested.len();
+        match made(format!("{before}{}{after}", nested.repeat(times))) {
+            Ok(files) => assert_eq!(files.len(), 4),
+            Err(said) => assert!(said.contains(KEY) && !said.contains('\n'), "{nested}: {said}"),
+        }
+    }
+    assert!(made("x".repeat(MAX_TEMPLATE_BYTES)).is_ok());
+    let said = made("x".repeat(MAX_TEMPLATE_BYTES + 1)).unwrap_err();
+    assert!(said.contains(KEY) && said.contains("65537 bytes"), "{said}");
+}
+
+/// A file that says a thing twice says it the same way twice.
+#[test]
+fn what_is_said_twice_agrees() {
+    let vocab = Gguf::glm_dsa().vocab() as u32;
+    converts(&changed(|g| g.set("glm-dsa.vocab_size", Value::U32(vocab))));
+    let other = changed(|g| g.set("glm-dsa.vocab_size", Value::U32(vocab + 1)));
+    refused(&other, &["glm-dsa.vocab_size", "the 263 tokens", "264"]);
+    for (key, value) in [("attention.head_count", HEADS), ("expert_used_count", 2)] {
+        let key = format!("glm-dsa.{key}");
+        let layers = |n: usize| changed(|g| g.set(&key, Value::I32s(vec![value as i32; n])));
+        converts(&layers(2));
+        for n in [0, 1, 3] {
+            refused(&layers(n), &[&key, "each of 2 layers", &format!("{n} values")]);
+        }
+    }
+}
+
+#[test]
+fn a_group_whose_two_best_are_added_has_two() {
+    let groups = |count| {
+        changed(|g| {
+            g.set("glm-dsa.expert_group_count", Value::U32(count));
+            g.set("glm-dsa.expert_group_used_count", Value::U32(count));
+            g.set("glm-dsa.expert_gating_func", Value::U32(2));
+        })
+    };
+    converts(&groups(EXPERTS as u32 / 2));
+    refused(&groups(EXPERTS as u32), &["n_group", "groups of at least two", "found 4"]);
+}
+
+/// One half from a tensor of its own and the other from the fused one: the fused one's other half would be lost.
+#[test]
+fn gate_and_up_come_from_one_place() {
+    for (own, missing) in [("gate", "up"), ("up", "gate")] {
+        let gguf = changed(|g| {
+            g.remove(&format!("blk.1.ffn_{missing}_exps.weight"));
+            g.put("blk.1.ffn_gate_up_exps.weight", &[HIDDEN, 2 * FE, EXPERTS], Q8_0);
+        });
+        let [own, missing] = [own, missing].map(|half| format!("tensor blk.1.ffn_{half}_exps.weight"));
+        refused(&gguf, &[&own, "blk.1.ffn_gate_up_exps.weight", &missing["tensor ".len()..]]);
     }
 }
 

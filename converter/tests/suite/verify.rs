@@ -5,7 +5,9 @@ use converter::verify::{Report, verify};
 use formats::checkpoint::Checkpoint;
 use formats::manifest::{Layout, Manifest, RankManifest, Shard, Skipped};
 use formats::{Digest, digest};
+use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use tempfile::TempDir;
 
 fn checkpoint(temp: &TempDir, ranks: usize) -> PathBuf {
@@ -95,6 +97,24 @@ fn missing_and_short_files_are_failures_and_no_checkpoint_is_bad_input() {
     assert_eq!(failures(&dir).len(), 2);
     std::fs::remove_file(dir.join("checkpoint.json")).unwrap();
     assert_eq!(verify(&dir, None, &control()).unwrap_err().exit_code(), 2);
+}
+
+/// Neither waits for a pipe's other end nor reads gigabytes of nothing.
+#[test]
+fn what_is_no_file_of_the_right_size_is_not_read() {
+    for file in ["tokenizer.json", "chat_template.jinja", "B3SUMS", "rank-1-of-2.json", "checkpoint.json"] {
+        let temp = TempDir::new().unwrap();
+        let dir = checkpoint(&temp, 2);
+        let path = dir.join(file);
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+        let large = failures(&dir);
+        assert!(!large.is_empty() && large.iter().all(|f| f.contains(file)), "{large:?}");
+        std::fs::remove_file(&path).unwrap();
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let pipe = failures(&dir);
+        let says = |f: &String| f.contains(file) && f.contains("not a regular file");
+        assert!(!pipe.is_empty() && pipe.iter().all(says), "{pipe:?}");
+    }
 }
 
 /// Rewrites a rank's manifest, and all digests that follow from it, so that only its contents are wrong.

@@ -1,7 +1,7 @@
 //! A model as one GGUF file or as all parts of a split one (`NAME-00001-of-00003.gguf`, as llama-gguf-split writes them).
 
 use super::{GgufFile, Metadata, TensorInfo, index_names};
-use crate::map::MappedFile;
+use crate::map::{FileState, MappedFile};
 use crate::{Error, TensorView};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,8 @@ pub struct GgufPart {
     pub path: PathBuf,
     /// What it holds.
     pub file: GgufFile,
+    /// What the file was when it was opened.
+    pub state: FileState,
 }
 
 /// One file, or all parts of a split model.
@@ -70,6 +72,14 @@ impl GgufSet {
     pub fn view(&self, name: &str) -> Result<Option<TensorView>, Error> {
         let Some((part, info)) = self.info(name) else { return Ok(None) };
         self.parts[part].file.view(info).map(Some)
+    }
+
+    /// Whether all files still are what they were when they were opened, so that all that was read of them belongs together.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], or [`Error::Io`], naming the first that is not.
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.parts.iter().try_for_each(|part| part.state.check(&part.path))
     }
 
     /// Bytes of all files together.
@@ -132,9 +142,9 @@ fn check_architectures(parts: &[GgufPart]) -> Result<(), Error> {
 }
 
 fn open_part(path: &Path) -> Result<GgufPart, Error> {
-    let bytes = MappedFile::bytes(path)?;
+    let (bytes, state) = MappedFile::bytes_and_state(path)?;
     let file = GgufFile::parse(bytes).map_err(|e| hint_at_pieces(e, path).in_file(path))?;
-    Ok(GgufPart { path: path.to_owned(), file })
+    Ok(GgufPart { path: path.to_owned(), file, state })
 }
 
 /// A file cut into pieces by name (`x.gguf.part1of2`, `x.gguf-split-a`) fails as truncated or as no GGUF: say why.
