@@ -64,7 +64,7 @@ fn chat_template(set: &GgufSet) -> Result<Option<&str>, Error> {
     if template.len() > MAX_TEMPLATE_BYTES {
         return Err(refuse(format!("one of {} bytes, more than {MAX_TEMPLATE_BYTES}", template.len())));
     }
-    match on_a_deep_stack(|| Environment::empty().template_from_str(template).map(|_| ())) {
+    match on_a_deep_stack(template.len(), || Environment::empty().template_from_str(template).map(|_| ())) {
         Ok(Ok(())) => Ok(Some(template)),
         Ok(Err(e)) => Err(refuse(format!(
             "one that does not parse (line {}: {})",
@@ -76,11 +76,14 @@ fn chat_template(set: &GgufSet) -> Result<Option<&str>, Error> {
 }
 
 /// The parser walks expressions by recursion, as deep as the template is long: on the main thread's stack, one of 20 kB is
-/// the end of the program. What is not touched of this one costs nothing.
-fn on_a_deep_stack<T: Send>(parse: impl FnOnce() -> T + Send) -> Result<T, String> {
-    const STACK: usize = 512 << 20;
+/// the end of the program. This one is as large as a template of `len` bytes can need: under half a kilobyte for each was seen. What
+/// is not touched of it costs nothing, but a program may be allowed little address space.
+fn on_a_deep_stack<T: Send>(len: usize, parse: impl FnOnce() -> T + Send) -> Result<T, String> {
+    const LEAST: usize = 2 << 20;
+    const FOR_EACH_BYTE: usize = 8 << 10;
+    let stack = LEAST + len * FOR_EACH_BYTE;
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(STACK);
+        let thread = std::thread::Builder::new().name("template".to_owned()).stack_size(stack);
         let parsing =
             thread.spawn_scoped(scope, parse).map_err(|e| format!("no thread to parse it on ({e})"))?;
         parsing.join().map_err(|_| "one that the parser fails on".to_owned())
