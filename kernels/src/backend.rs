@@ -380,3 +380,42 @@ impl HostBuffer {
         &mut self.0
     }
 }
+
+/// The operations that two backends share whose buffers are [`HostBuffer`]s and that keep the step as `self.step`.
+macro_rules! in_host_memory {
+    () => {
+        fn zeros(&self, len: usize) -> Result<HostBuffer, Error> {
+            Ok(HostBuffer::zeros(len))
+        }
+
+        fn write(&mut self, buffer: &mut HostBuffer, values: &[f32]) {
+            buffer.values_mut()[..values.len()].copy_from_slice(values);
+        }
+
+        fn read(&mut self, buffer: &HostBuffer, range: Range<usize>, values: &mut [f32]) {
+            values.copy_from_slice(&buffer.values()[range]);
+        }
+
+        fn cache(&mut self, slots: usize, width: usize) -> Result<HostBuffer, Error> {
+            Ok(HostBuffer::zeros(slots * width))
+        }
+
+        fn write_cache(&mut self, cache: &mut HostBuffer, values: &[f32]) {
+            self.write(cache, values);
+        }
+
+        fn read_cache(&mut self, cache: &HostBuffer, values: &mut [f32]) {
+            self.read(cache, 0..values.len(), values);
+        }
+
+        fn reserve(&mut self, _limits: StepLimits) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn begin_step(&mut self, step: &Step) -> StepRows {
+            self.step.copy_from(step);
+            StepRows::of(step)
+        }
+    };
+}
+pub(crate) use in_host_memory;

@@ -95,38 +95,7 @@ impl Backend for Reference {
         Ok(Weight { dims, values })
     }
 
-    fn zeros(&self, len: usize) -> Result<HostBuffer, Error> {
-        Ok(HostBuffer::zeros(len))
-    }
-
-    fn write(&mut self, buffer: &mut HostBuffer, values: &[f32]) {
-        buffer.values_mut()[..values.len()].copy_from_slice(values);
-    }
-
-    fn read(&mut self, buffer: &HostBuffer, range: Range<usize>, values: &mut [f32]) {
-        values.copy_from_slice(&buffer.values()[range]);
-    }
-
-    fn cache(&mut self, slots: usize, width: usize) -> Result<HostBuffer, Error> {
-        Ok(HostBuffer::zeros(slots * width))
-    }
-
-    fn write_cache(&mut self, cache: &mut HostBuffer, values: &[f32]) {
-        self.write(cache, values);
-    }
-
-    fn read_cache(&mut self, cache: &HostBuffer, values: &mut [f32]) {
-        self.read(cache, 0..values.len(), values);
-    }
-
-    fn reserve(&mut self, _limits: StepLimits) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn begin_step(&mut self, step: &Step) -> StepRows {
-        self.step.copy_from(step);
-        StepRows::of(step)
-    }
+    crate::backend::in_host_memory!();
 
     fn embed(&mut self, table: &Weight, first_row: usize, out: &mut HostBuffer) {
         let table = table.matrix(0);
