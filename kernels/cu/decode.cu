@@ -5,3 +5,4 @@
 // what a type subtracts (a minimum, or half of its range) is one more product, of the scales with the sums of the activations.
 #include "decode_products.cuh"
 #include "decode_experts.cuh"
+#include "decode_one.cuh"

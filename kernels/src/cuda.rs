@@ -15,6 +15,7 @@ pub mod driver;
 mod error;
 mod kernels;
 pub mod nvrtc;
+mod one;
 pub mod peer;
 mod prefill;
 mod step;
@@ -34,6 +35,7 @@ use decode::{Decode, Prepared};
 use driver::{Device, Event, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
 use kernels::{Linear, Ops};
+use one::{Vector, Waiting};
 use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
 use std::sync::{Arc, OnceLock};
 use step::{BUCKETS, StepMemory};
@@ -59,6 +61,8 @@ pub struct Cuda {
     /// For up to sixteen tokens and matrices in tiles; where there are such matrices.
     decode: OnceLock<Option<Decode>>,
     prepared: Prepared,
+    /// A norm of one token that the next operation may compute on the way.
+    waiting: Option<Waiting>,
     /// By their widths.
     attention: Vec<Attention>,
     /// The step that is being computed.
@@ -173,6 +177,7 @@ impl Cuda {
             rows: RowKernels::new(&stream)?,
             decode: OnceLock::new(),
             prepared: Prepared { tokens: buffer()?, sums: buffer()?, inverse: buffer()?, of: None },
+            waiting: None,
             attention: Vec::new(),
             own_step: Step::default(),
             step: StepMemory::new(device)?,
@@ -280,6 +285,7 @@ impl Cuda {
 
     /// Sums `count` parts, `stride` values apart, of `len` values each, in their order.
     pub fn sum_parts(&mut self, parts: &Buffer, count: usize, stride: usize, len: usize, out: &mut Buffer) {
+        self.settle(&[parts, out]);
         self.ops.sum_parts(&self.stream, parts, count, stride, len, out);
     }
 
@@ -401,8 +407,9 @@ impl Cuda {
         self.decode.get().and_then(Option::as_ref).filter(|_| (1..=decode::MOST).contains(&rows))
     }
 
-    /// `x += y` where there is a `y`, then the norm of `x` in `out` and as products of few tokens want it. `false`, and nothing
-    /// done, where there are no such products.
+    /// The norm of `x`, plus `y` where there is a `y`, in `out` and as products of few tokens want it; the sum goes to the residual
+    /// buffer. Of a single token it waits for the operation that takes it. `false`, and nothing done, where there are no such
+    /// products.
     fn norm_for_products(
         &mut self,
         x: &Buffer,
@@ -413,30 +420,102 @@ impl Cuda {
         out: &Buffer,
     ) -> bool {
         self.prepared.of = None;
+        let width = weight.cols;
         let scale = self.few(rows).and_then(|_| Decode::norm_scale(weight));
         // With a sum it is to take the place of `x`, which may be longer.
-        let len = if y.is_some() { x.len } else { rows * weight.cols };
-        let Some(scale) = scale.filter(|_| self.grow_prepared(weight.cols)) else { return false };
+        let len = if y.is_some() { x.len } else { rows * width };
+        let Some(scale) = scale.filter(|_| self.grow_prepared(width)) else { return false };
         if !self.grow(|scratch| &mut scratch.residual, len) {
             return false;
         }
+        for buffer in [x, out].into_iter().chain(y) {
+            buffer.holds(rows * width);
+        }
+        let norm = Waiting {
+            x: x.address(),
+            y: y.map_or(0, Buffer::address),
+            sum: self.scratch.residual.address(),
+            out: out.address(),
+            weight: weight.vector(),
+            width,
+            eps,
+            scale,
+            used: false,
+        };
+        if rows == 1 {
+            self.waiting = Some(norm);
+            return true;
+        }
         let Some(decode) = self.few(rows) else { return false };
-        let to = &self.scratch.residual;
-        decode.add_norm(&self.stream, [x, to, out], y, rows, (weight, eps, scale), &self.prepared);
-        self.prepared.of = Some((out.address(), rows, weight.cols));
+        decode.add_norm(&self.stream, &norm, rows, &self.prepared);
+        self.prepared.of = Some((norm.out, rows, width));
         true
+    }
+
+    /// Computes a norm that waits, if it has not been used or if one of these buffers is to have it.
+    fn settle(&mut self, buffers: &[&Buffer]) {
+        let Some(norm) = self.waiting else { return };
+        if norm.used && buffers.iter().all(|buffer| buffer.address() != norm.out) {
+            return;
+        }
+        self.waiting = None;
+        // Once used, the sum is there.
+        let norm = if norm.used && norm.y != 0 { Waiting { x: norm.sum, y: 0, ..norm } } else { norm };
+        if let Some(decode) = self.few(1) {
+            decode.add_norm(&self.stream, &norm, 1, &self.prepared);
+            self.prepared.of = Some((norm.out, 1, norm.width));
+        }
+    }
+
+    /// The norm that waits, if `x` is to have it.
+    fn waits_for(&self, x: &Buffer) -> Option<&Waiting> {
+        self.waiting.as_ref().filter(|norm| !norm.used && norm.out == x.address())
     }
 
     /// Products of few tokens with matrices in tiles; `false`, and nothing done, where they are none.
     fn few_products(
-        &self,
+        &mut self,
         w: &[&Weight],
         x: &Buffer,
         rows: usize,
         out: &[&Buffer],
         norm: Option<(&Weight, f32)>,
     ) -> bool {
+        if let (1, Some(decode)) = (rows, self.few(rows)) {
+            let vector = match self.waits_for(x).filter(|_| norm.is_none()) {
+                Some(waiting) => Vector::Waiting(waiting),
+                None => Vector::Plain(x, norm),
+            };
+            let settled = matches!(vector, Vector::Waiting(_)) || self.waiting.is_none_or(|norm| norm.used);
+            if settled && decode.one.products(&self.stream, w, vector, out) {
+                if let Some(waiting) = self.waiting.as_mut().filter(|norm| norm.out == x.address()) {
+                    waiting.used = true;
+                }
+                return true;
+            }
+        }
+        self.settle(&[x]);
         self.few(rows).is_some_and(|d| d.products(&self.stream, w, x, rows, out, norm, &self.prepared))
+    }
+
+    /// A layer of experts of one token whose norm waits; `false`, and nothing done, where there is none.
+    fn one_moe(
+        &mut self,
+        moe: &decode::Moe<'_>,
+        x: &Buffer,
+        rows: usize,
+        logits: &Buffer,
+        out: &Buffer,
+    ) -> bool {
+        let (Some(norm), Some(decode)) = (self.waits_for(x), self.few(rows).filter(|_| rows == 1)) else {
+            return false;
+        };
+        let working = [logits, &self.scratch.visits[0]];
+        let done = decode.one.moe(&self.stream, moe, norm, working, &self.prepared.tokens, out);
+        if let Some(waiting) = self.waiting.as_mut().filter(|_| done) {
+            waiting.used = true;
+        }
+        done
     }
 
     /// The rotary table on the device.

@@ -43,6 +43,7 @@ impl Backend for Cuda {
     }
 
     fn write(&mut self, buffer: &mut Buffer, values: &[f32]) {
+        self.settle(&[buffer]);
         buffer.holds(values.len());
         // It may be the one that they were made of.
         self.prepared.of = None;
@@ -50,6 +51,7 @@ impl Backend for Cuda {
     }
 
     fn read(&mut self, buffer: &Buffer, range: Range<usize>, values: &mut [f32]) {
+        self.settle(&[buffer]);
         buffer.holds(range.end);
         assert_eq!(range.len(), values.len(), "room for the values");
         self.stream.read(&buffer.memory, range.start * 4, values.as_mut_bytes());
@@ -89,6 +91,7 @@ impl Backend for Cuda {
     fn begin_step(&mut self, step: &Step) -> StepRows {
         self.own_step.copy_from(step);
         self.prepared.of = None;
+        self.waiting = None;
         let begun = self.step.begin(step, &self.stream);
         if self.stream.record(begun) == Some(true) {
             self.forget_recordings();
@@ -130,10 +133,13 @@ impl Backend for Cuda {
     }
 
     fn embed(&mut self, table: &Weight, first_row: usize, out: &mut Buffer) {
+        self.settle(&[out]);
         self.linear(table).embed(&self.stream, table, &self.step, first_row, out);
     }
 
     fn rms_norm(&mut self, x: &Buffer, rows: usize, weight: &Weight, eps: f32, out: &mut Buffer) {
+        self.settle(&[x]);
+        self.waiting = None;
         if self.norm_for_products(x, None, rows, weight, eps, out) {
             return;
         }
@@ -150,6 +156,8 @@ impl Backend for Cuda {
         eps: f32,
         out: &mut Buffer,
     ) {
+        self.settle(&[x, y]);
+        self.waiting = None;
         assert_eq!(width, weight.cols, "width of the norm");
         if self.norm_for_products(x, Some(y), rows, weight, eps, out) {
             // The sum is in the other buffer: blocks read all of a row while others write theirs.
@@ -160,11 +168,13 @@ impl Backend for Cuda {
     }
 
     fn add(&mut self, x: &mut Buffer, y: &Buffer, rows: usize, width: usize) {
+        self.settle(&[x, y]);
         self.ops.add(&self.stream, x, y, rows * width);
     }
 
     fn matmul(&mut self, w: &Weight, x: &Buffer, rows: usize, out: &mut Buffer) {
         if self.gemm(w, rows).is_some() {
+            self.settle(&[x, out]);
             return self.products(&[w], x, rows, &mut [out]);
         }
         if self.few_products(&[w], x, rows, &[out], None)
@@ -178,6 +188,7 @@ impl Backend for Cuda {
     fn matmul_pair(&mut self, w: [&Weight; 2], x: &Buffer, rows: usize, out: [&mut Buffer; 2]) {
         if w.iter().all(|w| self.gemm(w, rows).is_some()) {
             let [first, second] = out;
+            self.settle(&[x, first, second]);
             return self.products(&w, x, rows, &mut [first, second]);
         }
         if self.few_products(&w, x, rows, &[out[0], out[1]], None) {
@@ -202,6 +213,7 @@ impl Backend for Cuda {
             self.swiglu(gate, up, rows, mlp.width);
             return self.matmul(&mlp.down_proj, gate, rows, out);
         }
+        self.settle(&[gate, up, out]);
         if self.grow_halves(rows, mlp.width) {
             let halves = &self.scratch.halves;
             self.rows.swiglu_to_half(&self.stream, [gate, up], rows, mlp.width, halves);
@@ -237,9 +249,13 @@ impl Backend for Cuda {
         let MoeWeights { shape, gate, e_score_correction_bias, experts, shared } = weights;
         let width =
             shape.num_experts_per_tok * shape.intermediate + shared.as_ref().map_or(0, |mlp| mlp.width);
-        if self.few(rows).is_some() && self.grow(|scratch| &mut scratch.visits[0], rows * width) {
+        if self.few(rows).is_some() && self.grow(|scratch| &mut scratch.visits[0], rows.max(4) * width) {
             let moe =
                 Moe { shape, gate, bias: e_score_correction_bias.as_ref(), experts, shared: shared.as_ref() };
+            if self.one_moe(&moe, x, rows, &buffers.router_logits, out) {
+                return;
+            }
+            self.settle(&[x]);
             let working = [&buffers.router_logits, &self.scratch.visits[0]];
             let done = self
                 .few(rows)
@@ -248,10 +264,12 @@ impl Backend for Cuda {
                 return;
             }
         }
+        self.settle(&[x]);
         moe_in_parts(self, weights, x, rows, buffers, out);
     }
 
     fn swiglu(&mut self, gate: &mut Buffer, up: &Buffer, rows: usize, width: usize) {
+        self.settle(&[gate, up]);
         self.ops.swiglu(&self.stream, gate, up, rows * width);
     }
 
@@ -263,6 +281,7 @@ impl Backend for Cuda {
         q: &mut Buffer,
         cache: &mut Cache,
     ) {
+        self.settle(&[kv, q]);
         let Some(table) = self.inv_freq(&shape.rotary.inv_freq) else { return };
         let inv_freq = &self.rotary[table].1;
         self.ops.mla_store(&self.stream, shape, &self.step, inv_freq, kv, kv_norm, q, cache);
@@ -276,6 +295,7 @@ impl Backend for Cuda {
         cache: &Cache,
         out: &mut Buffer,
     ) {
+        self.settle(&[q, out]);
         assert_eq!([kv_b.rows, kv_b.cols], [shape.kv_b_rows(), shape.kv_lora], "kv_b_proj's shape");
         let rows = self.step.rows().rows;
         let fast = attention::widths(self.stream.device(), shape).filter(|_| Attention::takes(kv_b));
@@ -316,6 +336,7 @@ impl Backend for Cuda {
         rows: usize,
         choice: &mut Buffer,
     ) {
+        self.settle(&[logits, choice]);
         self.ops.route(&self.stream, shape, logits, bias, rows, choice);
     }
 
@@ -328,6 +349,7 @@ impl Backend for Cuda {
         rows: usize,
         out: &mut Buffer,
     ) {
+        self.settle(&[x, choice, out]);
         let visits = rows * shape.num_experts_per_tok * shape.intermediate;
         if !self.grow(|scratch| &mut scratch.visits[0], visits)
             || !self.grow(|scratch| &mut scratch.visits[1], visits)
@@ -346,6 +368,7 @@ impl Backend for Cuda {
     }
 
     fn gather_logit_rows(&mut self, x: &Buffer, width: usize, out: &mut Buffer) {
+        self.settle(&[x, out]);
         self.ops.gather(&self.stream, x, &self.step, width, out);
     }
 }

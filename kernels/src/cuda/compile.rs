@@ -16,11 +16,12 @@ const ATTENTION: [(&str, &str); 3] = [
     ("attention_prefill.cuh", include_str!("../../cu/attention_prefill.cuh")),
 ];
 const MMA16: (&str, &str) = ("mma16.cuh", include_str!("../../cu/mma16.cuh"));
-const DECODE: [(&str, &str); 4] = [
+const DECODE: [(&str, &str); 5] = [
     ("decode_tiles.cuh", include_str!("../../cu/decode_tiles.cuh")),
     ("decode_tokens.cuh", include_str!("../../cu/decode_tokens.cuh")),
     ("decode_products.cuh", include_str!("../../cu/decode_products.cuh")),
     ("decode_experts.cuh", include_str!("../../cu/decode_experts.cuh")),
+    ("decode_one.cuh", include_str!("../../cu/decode_one.cuh")),
 ];
 
 /// Weight types that products read in their own blocks.

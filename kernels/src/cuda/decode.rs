@@ -6,6 +6,7 @@
 
 use super::compile::{Tiling, Unit, architecture};
 use super::driver::{Cost, Device, Kernel, Launch, Memory, Module, Start, Stream};
+use super::one::{One, Waiting};
 use super::{Buffer, CudaError, Weight};
 use crate::shape::MoeShape;
 use crate::{ExpertWeights, MlpWeights};
@@ -63,6 +64,8 @@ pub(super) struct Decode {
     teams: usize,
     up_warps: usize,
     down_teams: usize,
+    /// Those for one token.
+    pub one: One,
     /// Counts a router's blocks; zero between steps.
     ticket: Memory,
     choice: Memory,
@@ -84,24 +87,24 @@ pub(super) struct Prepared {
 /// A matrix of a product and where the result goes.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Segment {
-    w: u64,
-    out: u64,
-    dtype: i32,
-    strips: i32,
+pub(super) struct Segment {
+    pub w: u64,
+    pub out: u64,
+    pub dtype: i32,
+    pub strips: i32,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Segments {
-    of: [Segment; 3],
-    count: i32,
-    total: i32,
+pub(super) struct Segments {
+    pub of: [Segment; 3],
+    pub count: i32,
+    pub total: i32,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Router {
+pub(super) struct Router {
     logits: u64,
     bias: u64,
     experts: i32,
@@ -117,7 +120,7 @@ struct Router {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Experts {
+pub(super) struct Experts {
     /// gate, up, down; then the shared ones
     w: [u64; 6],
     dtypes: [i32; 6],
@@ -137,7 +140,86 @@ pub(super) struct Moe<'a> {
     pub shared: Option<&'a MlpWeights<Weight>>,
 }
 
-fn int(n: usize) -> i32 {
+impl Moe<'_> {
+    fn matrices(&self) -> ([&Weight; 3], Option<[&Weight; 3]>) {
+        let ExpertWeights { gate, up, down } = self.experts;
+        ([gate, up, down], self.shared.map(|s| [&s.gate_proj, &s.up_proj, &s.down_proj]))
+    }
+
+    /// The layer as the kernels take it; `None` where they do not.
+    pub(super) fn layer(&self) -> Option<Experts> {
+        let shape = self.shape;
+        let (hidden, width, e, k) =
+            (shape.hidden, shape.intermediate, shape.n_routed_experts, shape.num_experts_per_tok);
+        let shared_width = self.shared.map_or(0, |shared| shared.width);
+        let (matrices, shared) = self.matrices();
+        let all = || matrices.into_iter().chain(shared.into_iter().flatten());
+        let fits = all().all(has)
+            && width > 0
+            && (hidden.is_multiple_of(COLUMNS) && width.is_multiple_of(COLUMNS))
+            && (shared_width.is_multiple_of(COLUMNS) && (shared.is_none() || shared_width > 0))
+            && (e <= MAX_EXPERTS && k <= MAX_CHOSEN && shape.router.n_group <= MAX_GROUPS)
+            && k * width + shared_width < 1 << 16;
+        if !fits {
+            return None;
+        }
+        let mut layer = Experts {
+            w: [0; 6],
+            dtypes: [12; 6],
+            first: int(shape.local_experts.start),
+            local: int(shape.local_experts.len()),
+            width: int(width),
+            shared_width: int(shared_width),
+            chosen: int(k),
+        };
+        for ((address, kind), w) in layer.w.iter_mut().zip(&mut layer.dtypes).zip(all()) {
+            (*address, *kind) = (w.address, dtype(w));
+        }
+        Some(layer)
+    }
+
+    /// Bytes of the largest tile on the way up and on the way down.
+    pub(super) fn slots(&self) -> (usize, usize) {
+        let ([gate, up, down], shared) = self.matrices();
+        let (mut ups, mut downs) = (tile(gate).max(tile(up)), tile(down));
+        if let Some([gate, up, down]) = shared {
+            ups = ups.max(tile(gate)).max(tile(up));
+            downs = downs.max(tile(down));
+        }
+        (ups, downs)
+    }
+
+    /// How the router decides, of logits at an address.
+    pub(super) fn router(&self, logits: u64) -> Router {
+        let shape = self.shape;
+        Router {
+            logits,
+            bias: self.bias.map_or(0, Weight::vector),
+            experts: int(shape.n_routed_experts),
+            chosen: int(shape.num_experts_per_tok),
+            groups: int(shape.router.n_group),
+            topk_group: int(shape.router.topk_group),
+            sigmoid: i32::from(shape.router.scoring_func == ScoringFunc::Sigmoid),
+            group_sum_two: i32::from(shape.router.group_score == GroupScore::TopTwoSum),
+            renormalise: i32::from(shape.router.norm_topk_floor.is_some()),
+            floor: shape.router.norm_topk_floor.unwrap_or(0.0),
+            scale: shape.router.routed_scaling_factor,
+        }
+    }
+
+    /// What the ways up and down read when so many experts are visited.
+    pub(super) fn costs(&self, visited: usize) -> [Cost; 2] {
+        let ([gate, up, down], shared) = self.matrices();
+        let bytes = |w: &Weight, other: Option<&Weight>| {
+            w.cost(w.rows * visited).bytes + other.map_or(0, |w| w.cost(w.rows).bytes)
+        };
+        let [shared_gate, shared_up, shared_down] = shared.map_or([None; 3], |w| w.map(Some));
+        let cost = |bytes, w: &Weight| Cost { bytes, weight: Some((w.form.dtype, w.rows, w.cols)) };
+        [cost(bytes(gate, shared_gate) + bytes(up, shared_up), gate), cost(bytes(down, shared_down), down)]
+    }
+}
+
+pub(super) fn int(n: usize) -> i32 {
     i32::try_from(n).expect("a model's sizes are below 2^31")
 }
 
@@ -151,11 +233,11 @@ pub(super) fn has(w: &Weight) -> bool {
     w.form.tiling == Tiling::Tiles && matches!(w.form.dtype, Q4_0 | Q5_0 | Q8_0 | Q4_K | Q5_K | Q6_K)
 }
 
-fn dtype(w: &Weight) -> i32 {
+pub(super) fn dtype(w: &Weight) -> i32 {
     int(w.form.dtype.id() as usize)
 }
 
-fn tile(w: &Weight) -> usize {
+pub(super) fn tile(w: &Weight) -> usize {
     tile_bytes(w.form.dtype).expect("matrices in tiles have such a type")
 }
 
@@ -190,6 +272,7 @@ impl Decode {
             teams: if small { 1 } else { 2 },
             up_warps: if small { 8 } else { 16 },
             down_teams: if small { 1 } else { 2 },
+            one: One::new(device, stream, &module)?,
             ticket,
             choice: Memory::new(device, CHOICE_BYTES, "a router's choice")?,
         }))
@@ -204,24 +287,14 @@ impl Decode {
         fits.then(|| (32_768.0 / bound).log2().floor().exp2())
     }
 
-    /// `to = x + y` where there is a `y`, `h` and `prepared` its norm.
-    pub(super) fn add_norm(
-        &self,
-        stream: &Stream,
-        [x, to, h]: [&Buffer; 3],
-        y: Option<&Buffer>,
-        rows: usize,
-        (weight, eps, scale): (&Weight, f32, f32),
-        prepared: &Prepared,
-    ) {
-        let width = weight.cols;
-        for buffer in [x, to, h].into_iter().chain(y) {
-            buffer.holds(rows * width);
-        }
+    /// The norm of `rows` rows and their sums, as `norm` has it for the first of them, in plain form and in `prepared`.
+    pub(super) fn add_norm(&self, stream: &Stream, norm: &Waiting, rows: usize, prepared: &Prepared) {
+        let width = norm.width;
         prepared.tokens.holds(rows * width / 2);
         prepared.sums.holds(rows * width / 16);
         prepared.inverse.holds(rows);
-        // SAFETY: `rows` rows of `width`, checked above; `to` is not `x`, which blocks read while others write.
+        // SAFETY: whoever made `norm` checked that its buffers have `rows` rows of `width`, and that `sum` is not `x`, which blocks read
+        // while others write.
         unsafe {
             launch(
                 stream,
@@ -231,14 +304,14 @@ impl Decode {
                 0,
                 Cost::default(),
                 &mut [
-                    from_mut(&mut { x.address() }).cast(),
-                    from_mut(&mut { y.map_or(0, Buffer::address) }).cast(),
-                    from_mut(&mut { weight.vector() }).cast(),
-                    from_mut(&mut { scale }).cast(),
-                    from_mut(&mut { eps }).cast(),
+                    from_mut(&mut { norm.x }).cast(),
+                    from_mut(&mut { norm.y }).cast(),
+                    from_mut(&mut { norm.weight }).cast(),
+                    from_mut(&mut { norm.scale }).cast(),
+                    from_mut(&mut { norm.eps }).cast(),
                     from_mut(&mut { int(width) }).cast(),
-                    from_mut(&mut { to.address() }).cast(),
-                    from_mut(&mut { h.address() }).cast(),
+                    from_mut(&mut { norm.sum }).cast(),
+                    from_mut(&mut { norm.out }).cast(),
                     from_mut(&mut { prepared.tokens.address() }).cast(),
                     from_mut(&mut { prepared.sums.address() }).cast(),
                     from_mut(&mut { prepared.inverse.address() }).cast(),
@@ -358,31 +431,19 @@ impl Decode {
         prepared: &Prepared,
         out: &Buffer,
     ) -> bool {
-        let Moe { shape, gate, bias, experts, shared } = *moe;
+        let Moe { shape, gate, shared, .. } = *moe;
         let (hidden, width, e, k) =
             (shape.hidden, shape.intermediate, shape.n_routed_experts, shape.num_experts_per_tok);
         let shared_width = shared.map_or(0, |shared| shared.width);
-        let matrices = [&experts.gate, &experts.up, &experts.down];
-        let shared_matrices = shared.map(|s| [&s.gate_proj, &s.up_proj, &s.down_proj]);
-        let fits = matrices.into_iter().chain(shared_matrices.into_iter().flatten()).all(has)
-            && (gate.form.dtype, gate.form.tiling) == (Dtype::F32, Tiling::Rows)
+        let Some(layer) = moe.layer() else { return false };
+        let fits = (gate.form.dtype, gate.form.tiling) == (Dtype::F32, Tiling::Rows)
             && prepared.of == Some((x.address(), rows, hidden))
-            && (1..=MOST).contains(&rows)
-            && width > 0
-            && (hidden.is_multiple_of(COLUMNS) && width.is_multiple_of(COLUMNS))
-            && (shared_width.is_multiple_of(COLUMNS) && (shared.is_none() || shared_width > 0))
-            && (e <= MAX_EXPERTS && k <= MAX_CHOSEN && shape.router.n_group <= MAX_GROUPS)
-            && k * width + shared_width < 1 << 16;
+            && (1..=MOST).contains(&rows);
         let row_len = k * width + shared_width;
         if !fits {
             return false;
         }
-        let largest = |w: &[&Weight]| w.iter().map(|w| tile(w)).max().unwrap_or(0);
-        let [gate_w, up_w, down_w] = matrices;
-        let (ups, downs) = match shared_matrices {
-            Some([g, u, d]) => (largest(&[gate_w, up_w, g, u]), largest(&[down_w, d])),
-            None => (largest(&[gate_w, up_w]), largest(&[down_w])),
-        };
+        let (ups, downs) = moe.slots();
         let up_ring = self.up_warps * DEPTH * ups;
         let down_ring = self.down_teams * DOWN_TEAM * DEPTH * downs;
         let local = shape.local_experts.len();
@@ -399,35 +460,11 @@ impl Decode {
         activated.holds(rows * row_len);
         out.holds(rows * hidden);
         let sms = stream.device().multiprocessors();
-        let all = matrices.into_iter().chain(shared_matrices.into_iter().flatten());
-        let mut layer = Experts {
-            w: [0; 6],
-            dtypes: [12; 6],
-            first: int(shape.local_experts.start),
-            local: int(local),
-            width: int(width),
-            shared_width: int(shared_width),
-            chosen: int(k),
-        };
-        for ((address, kind), w) in layer.w.iter_mut().zip(&mut layer.dtypes).zip(all) {
-            (*address, *kind) = (w.address, dtype(w));
-        }
         for first in (0..rows).step_by(each) {
             let tokens = each.min(rows - first);
             let visited = local.min(tokens * k);
-            let router = Router {
-                logits: logits.address() + (first * e * 4) as u64,
-                bias: bias.map_or(0, Weight::vector),
-                experts: int(e),
-                chosen: int(k),
-                groups: int(shape.router.n_group),
-                topk_group: int(shape.router.topk_group),
-                sigmoid: i32::from(shape.router.scoring_func == ScoringFunc::Sigmoid),
-                group_sum_two: i32::from(shape.router.group_score == GroupScore::TopTwoSum),
-                renormalise: i32::from(shape.router.norm_topk_floor.is_some()),
-                floor: shape.router.norm_topk_floor.unwrap_or(0.0),
-                scale: shape.router.routed_scaling_factor,
-            };
+            let router = moe.router(logits.address() + (first * e * 4) as u64);
+            let [up_cost, down_cost] = moe.costs(visited);
             let h = prepared.tokens.address() + (first * hidden * 2) as u64;
             let sums = prepared.sums.address() + (first * hidden / 8 * 2) as u64;
             let inverse = prepared.inverse.address() + (first * 4) as u64;
@@ -458,9 +495,6 @@ impl Decode {
             let kernel = self.up.of(tokens);
             let staged = tokens <= 4 && up_ring + token_bytes(tokens, hidden) <= kernel.room();
             let units = shared_width / ROWS + visited * (width / ROWS);
-            let bytes = [gate_w, up_w].map(|w| w.cost(w.rows * visited).bytes).iter().sum::<u64>()
-                + shared_matrices.map_or(0, |[g, u, _]| g.cost(g.rows).bytes + u.cost(u.rows).bytes);
-            let cost = Cost { bytes, weight: Some((gate_w.form.dtype, width, hidden)) };
             let shared_bytes = up_ring + if staged { token_bytes(tokens, hidden) } else { 0 };
             let grid = [units.clamp(1, sms), 1];
             // SAFETY: tiles of local experts and shared ones, `activated` with a place for every visit: checked above.
@@ -471,7 +505,7 @@ impl Decode {
                     grid,
                     self.up_warps * 32,
                     shared_bytes,
-                    cost,
+                    up_cost,
                     &mut [
                         from_mut(&mut { self.choice.address() }).cast(),
                         from_mut(&mut { layer }).cast(),
@@ -487,9 +521,6 @@ impl Decode {
                 )
             };
 
-            let bytes = down_w.cost(down_w.rows * visited).bytes
-                + shared_matrices.map_or(0, |[_, _, d]| d.cost(d.rows).bytes);
-            let cost = Cost { bytes, weight: Some((down_w.form.dtype, hidden, width)) };
             let shared_bytes = down_ring + token_bytes(tokens, row_len);
             let grid = [(hidden / ROWS).min(sms), 1];
             let threads = self.down_teams * DOWN_TEAM * 32;
@@ -501,7 +532,7 @@ impl Decode {
                     grid,
                     threads,
                     shared_bytes,
-                    cost,
+                    down_cost,
                     &mut [
                         from_mut(&mut { self.choice.address() }).cast(),
                         from_mut(&mut { layer }).cast(),
@@ -522,7 +553,7 @@ impl Decode {
 ///
 /// # Safety
 /// As [`Stream::launch`].
-unsafe fn launch(
+pub(super) unsafe fn launch(
     stream: &Stream,
     kernel: &Kernel,
     [x, y]: [usize; 2],
