@@ -231,7 +231,7 @@ fn a_source_that_changes_meanwhile_becomes_nothing() {
         let rank = execute::convert_ranks(&set, &plan, &[1], &apart, Unfinished::Refuse, &control());
         for error in [whole.unwrap_err(), rank.unwrap_err()] {
             let said = error.to_string();
-            assert!(said.contains("model.gguf: the source was written to") && !said.contains('\n'), "{said}");
+            assert!(said.contains("model.gguf: it was written to") && !said.contains('\n'), "{said}");
             assert_eq!(error.exit_code(), 2);
         }
         assert!(contents(&apart) == there, "{:?}", contents(&apart).keys());
@@ -245,7 +245,7 @@ fn a_source_that_changes_meanwhile_becomes_nothing() {
         let files = side_files(&set).unwrap();
         change();
         let said = execute::finish(&set, &plan, &files, &apart, &control()).unwrap_err().to_string();
-        assert!(said.contains("model.gguf: the source was written to"), "{said}");
+        assert!(said.contains("model.gguf: it was written to"), "{said}");
         assert!(Checkpoint::open(&apart).is_err());
     }
     done(shardmill(&["finish".as_ref(), gguf.as_os_str(), apart.as_os_str()]).args(["--ranks", "2"]));
