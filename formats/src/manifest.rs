@@ -32,9 +32,6 @@ pub const TENSOR_ALIGNMENT: u64 = 256;
 pub const MAX_RANKS: usize = 1024;
 /// A manifest larger than this is not one of ours.
 pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;
-/// Longest chat template, in bytes; real ones have up to 20 thousand. Writer and reader hold to it, because what takes a template
-/// apart recurses as deep as it is long.
-pub const MAX_TEMPLATE_BYTES: usize = 64 << 10;
 
 /// File name of a rank's weights.
 pub fn rank_file_name(rank: usize, ranks: usize) -> String {

@@ -9,7 +9,7 @@ use converter::side_files::side_files;
 use converter::verify::verify;
 use formats::config::{IndexerRole, ScoringFunc};
 use formats::gguf::GgufSet;
-use formats::manifest::MAX_TEMPLATE_BYTES;
+use formats::template::{MAX_BYTES, MAX_TAG_TOKENS, check_size};
 use formats::{Dtype, ModelConfig};
 use tempfile::TempDir;
 
@@ -157,11 +157,11 @@ fn a_chat_template_is_one_or_is_not_there() {
     }
 }
 
-/// Every shape that nests as deep as it is long, at a real template's length: none is the end of the program.
+/// Every shape that nests as deep as it is long: as deep as is allowed it parses, beyond that it is refused before it is taken
+/// apart, and none is the end of the program.
 #[test]
-fn a_chat_template_nests_as_deep_as_it_likes() {
+fn a_chat_template_nests_as_deep_as_is_allowed() {
     const KEY: &str = "tokenizer.chat_template";
-    const BYTES: usize = 20_000;
     let temp = TempDir::new().unwrap();
     let made = |template: String| {
         let gguf = changed(|g| g.set(KEY, Value::Str(template)));
@@ -184,14 +184,21 @@ fn a_chat_template_nests_as_deep_as_it_likes() {
         ("{% if a %}", "{% elif b %}", "{% endif %}"),
         ("", "{% if a %}", ""),
     ] {
-        let times = (BYTES - before.len() - after.len()) / nested.len();
-        match made(format!("{before}{}{after}", nested.repeat(times))) {
+        let template = |times: usize| format!("{before}{}{after}", nested.repeat(times));
+        let tags = nested.starts_with("{%");
+        let fits = |text: &String| text.len() <= MAX_BYTES && (tags || check_size(text).is_ok());
+        let most = (1..).take_while(|&times| fits(&template(times))).last().unwrap();
+        match made(template(most)) {
             Ok(files) => assert_eq!(files.len(), 4),
             Err(said) => assert!(said.contains(KEY) && !said.contains('\n'), "{nested}: {said}"),
         }
+        let longest = (MAX_BYTES - template(0).len()) / nested.len();
+        let said = made(template(longest)).map(|files| files.len());
+        let refusal = format!("words and operators in line 1, more than {MAX_TAG_TOKENS}");
+        assert!(tags || said.as_ref().is_err_and(|said| said.contains(&refusal)), "{nested}: {said:?}");
     }
-    assert!(made("x".repeat(MAX_TEMPLATE_BYTES)).is_ok());
-    let said = made("x".repeat(MAX_TEMPLATE_BYTES + 1)).unwrap_err();
+    assert!(made("x".repeat(MAX_BYTES)).is_ok());
+    let said = made("x".repeat(MAX_BYTES + 1)).unwrap_err();
     assert!(said.contains(KEY) && said.contains("65537 bytes"), "{said}");
 }
 
