@@ -435,7 +435,8 @@ impl Planner<'_> {
             ));
         }
         if quant::decoder(info.dtype).is_none() {
-            let found = format!("{}; convert the original model again", info.dtype);
+            let count = self.set.tensors().filter(|(_, other)| other.dtype == info.dtype).count();
+            let found = format!("{} ({count} such tensors); convert the original model again", info.dtype);
             return Err(Error::tensor(path, name, "a type that weights have", found));
         }
         Ok(SourceTensor { name: name.to_owned(), dtype: info.dtype, shape: expected.clone() })

@@ -229,7 +229,7 @@ fn a_group_whose_two_best_are_added_has_two() {
         })
     };
     converts(&groups(EXPERTS as u32 / 2));
-    refused(&groups(EXPERTS as u32), &["n_group", "groups of at least two", "found 4"]);
+    refused(&groups(EXPERTS as u32), &["glm-dsa.expert_group_count", "groups of at least two", "found 4"]);
 }
 
 /// One half from a tensor of its own and the other from the fused one: the fused one's other half would be lost.
@@ -582,5 +582,51 @@ fn a_dense_model_has_no_experts() {
 #[test]
 fn an_indexer_narrower_than_its_rotary_part_is_refused() {
     assert_eq!(INDEX_DIM, 64);
-    refused(&changed(|g| g.set("glm-dsa.attention.indexer.key_length", Value::U32(8))), &["index_head_dim"]);
+    let key = "glm-dsa.attention.indexer.key_length";
+    refused(&changed(|g| g.set(key, Value::U32(8))), &[key, "at least 16", "found 8"]);
+}
+
+/// What the check of the whole configuration finds is told of the key that it came from.
+#[test]
+fn contradictions_between_keys_name_the_key() {
+    for (key, value, expected) in [
+        ("expert_used_count", 5, "at most the 4 eligible experts"),
+        ("expert_group_count", 3, "a divisor of 4 experts"),
+        ("rope.dimension_count", 15, "an even number"),
+    ] {
+        let name = format!("glm-dsa.{key}");
+        let gguf = changed(|g| {
+            g.set(&name, Value::U32(value));
+            g.set("glm-dsa.expert_group_used_count", Value::U32(1));
+        });
+        refused(&gguf, &[&name, expected, &format!("found {value}")]);
+    }
+    let groups = changed(|g| {
+        g.set("glm-dsa.expert_group_count", Value::U32(2));
+        g.set("glm-dsa.expert_group_used_count", Value::U32(3));
+    });
+    refused(&groups, &["glm-dsa.expert_group_used_count", "at most the 2 groups", "found 3"]);
+    let scale = changed(|g| {
+        g.set("glm-dsa.rope.scaling.type", Value::Str("yarn".to_owned()));
+        g.set("glm-dsa.rope.scaling.factor", Value::F32(40.0));
+        g.set("glm-dsa.rope.scaling.yarn_log_multiplier", Value::F32(3e38));
+    });
+    refused(&scale, &["glm-dsa.rope.scaling.yarn_log_multiplier", "a finite number", "found inf"]);
+}
+
+#[test]
+fn a_type_that_no_weight_has_is_counted() {
+    /// Blocks of 32 values in 36 bytes, for activations.
+    const Q8_1: u32 = 9;
+    let gguf = changed(|g| {
+        for name in ["blk.0.ffn_up.weight", "blk.1.ffn_up_shexp.weight", "blk.0.ffn_gate.weight"] {
+            let tensor = g.tensor(name);
+            tensor.id = Q8_1;
+            tensor.data.resize(tensor.data.len() / 34 * 36, 0);
+        }
+    });
+    refused(
+        &gguf,
+        &["tensor blk.0.ffn_gate.weight", "Q8_1 (3 such tensors)", "convert the original model again"],
+    );
 }
