@@ -4,7 +4,7 @@ use super::{SourceReport, source_names};
 use crate::origin::TOOL;
 use crate::plan::{Options, Plan, Planned, UnknownTensors, WeightLayout, words};
 use crate::side_files::side_files;
-use crate::{Error, arch};
+use crate::{Error, arch, native};
 use formats::checkpoint::RankShard;
 use formats::config::AttentionConfig;
 use formats::gguf::GgufSet;
@@ -187,6 +187,11 @@ impl<'a> Comparison<'a> {
                         words(planned.transform.kind()).to_owned(),
                         words(entry.transform).to_owned(),
                     ),
+                    differs(
+                        "scale",
+                        planned.scale.clone().unwrap_or_default(),
+                        entry.scale.clone().unwrap_or_default(),
+                    ),
                     differs("layout", planned.layout.name().to_owned(), entry.layout.name().to_owned()),
                 ];
                 self.failures.extend(faults.into_iter().flatten());
@@ -296,7 +301,7 @@ impl<'a> Comparison<'a> {
         };
         let sister = |role| match name {
             TensorName::Layer(layer, _) => TensorName::Layer(layer, role),
-            TensorName::Model(_) => name,
+            _ => name,
         };
         let missing = || format!("the source has no {}", name.gguf());
         let width = entry.full_shape.dims().get(1).copied().unwrap_or(0);
@@ -324,6 +329,12 @@ impl<'a> Comparison<'a> {
                         }
                     }
                 }
+            }
+            TensorName::ModelScale(_) | TensorName::LayerScale(..) => {
+                // The scale of a fused tensor is that of both its halves.
+                let source = native::scale_source(name, |name| self.set.info(name).is_some());
+                let source = TensorName::from_gguf(&source).and_then(&mut view);
+                Origin::Same(source.ok_or_else(missing)?)
             }
             _ => Origin::Same(view(name).ok_or_else(missing)?),
         };

@@ -307,7 +307,7 @@ fn an_empty_tensor_that_the_model_needs_is_refused() {
         tensor.ne = vec![0, HIDDEN];
         tensor.data = Vec::new();
     });
-    refused(&empty, &["blk.0.ffn_down.weight", "[32, 0]", "[32, 64]"]);
+    refused(&empty, &["blk.0.ffn_down.weight", "[64, 0]", "[64, 64]"]);
 }
 
 /// Cases: M45.
@@ -395,7 +395,7 @@ fn embeddings_are_tied_only_without_an_output_tensor() {
 #[test]
 fn shapes_and_types_are_held_against_the_metadata() {
     let wrong = changed(|g| g.set("glm-dsa.attention.kv_lora_rank", Value::U32(64)));
-    refused(&wrong, &["blk.0.attn_kv_a_mqa.weight", "[80, 32]", "[48, 32]"]);
+    refused(&wrong, &["blk.0.attn_kv_a_mqa.weight", "[80, 64]", "[48, 64]"]);
     let vocabulary = changed(|g| {
         let Some(Value::Strs(mut tokens)) = g.value("tokenizer.ggml.tokens").cloned() else {
             panic!("strings")
@@ -403,7 +403,7 @@ fn shapes_and_types_are_held_against_the_metadata() {
         tokens.push("more".to_owned());
         g.set("tokenizer.ggml.tokens", Value::Strs(tokens));
     });
-    refused(&vocabulary, &["token_embd.weight", "[264, 32]", "[263, 32]"]);
+    refused(&vocabulary, &["token_embd.weight", "[264, 64]", "[263, 64]"]);
     let heads = changed(|g| g.set("glm-dsa.attention.head_count", Value::I32s(vec![2, 4])));
     refused(&heads, &["glm-dsa.attention.head_count", "every layer"]);
     let activations = changed(|g| {
@@ -414,7 +414,6 @@ fn shapes_and_types_are_held_against_the_metadata() {
     refused(&activations, &["output.weight", "Q8_1"]);
 }
 
-/// Cases: T41.
 #[test]
 fn unknown_tensors_are_an_error_unless_allowed() {
     let mut gguf = Gguf::glm_dsa();
@@ -426,9 +425,6 @@ fn unknown_tensors_are_an_error_unless_allowed() {
     let plan = plan_with(&gguf, allowed).unwrap();
     let names: Vec<&str> = plan.skipped.iter().map(|s| s.tensor.as_str()).collect();
     assert_eq!(names, ["rope_freqs.weight", "blk.0.attn_sinks.weight", "blk.7.attn_norm.weight"]);
-    gguf.put("blk.0.attn_output.scale", &[1], F32);
-    let error = plan_with(&gguf, allowed).unwrap_err();
-    assert!(error.contains("blk.0.attn_output.scale") && error.contains("NVFP4"), "{error}");
 }
 
 /// attn_kv_b as the halves make it, in F32: exactly what rounds to the same BF16.
