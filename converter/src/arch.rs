@@ -4,6 +4,7 @@
 //! the same way for all. Keys and defaults: llama.cpp b11434, `src/llama-model.cpp` and `src/models/{glm-dsa,deepseek2,
 //! deepseek32}.cpp`. A default is used only where llama.cpp has the same one; any other absent key is an error that names it.
 
+mod fields;
 mod keys;
 mod rope;
 
@@ -173,9 +174,10 @@ pub fn describe(set: &GgufSet) -> Result<Model, Error> {
         layers,
         mtp_layers: Vec::new(),
     };
-    config.validate().map_err(|e| Error::Formats(e.in_file(set.path())))?;
+    let by_key = |fault| fields::by_key(fault, &keys, set.path());
+    config.validate().map_err(by_key)?;
     let unused_mtp = add_mtp_layers(&mut config, set, &ffns[trunk..])?;
-    config.validate().map_err(|e| Error::Formats(e.in_file(set.path())))?;
+    config.validate().map_err(by_key)?;
     Ok(Model { name: name(set), architecture: architecture.name, config, block_count, unused_mtp })
 }
 

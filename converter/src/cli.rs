@@ -3,16 +3,14 @@
 use crate::execute;
 use crate::extract::extract;
 use crate::inspect::inspect;
-use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
+use crate::plan::{Options, UnknownTensors, WeightLayout};
 use crate::reference;
-use crate::side_files::side_files;
 use crate::verify::{self, verify};
 use crate::work::{Control, Progress};
 use crate::writer::{Existing, NewFile, Unfinished};
-use crate::{Error, error::human_bytes};
+use crate::{Conversion, Error, error::human_bytes};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use formats::gguf::GgufSet;
 use formats::manifest::{ExpertCut, MAX_RANKS};
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -228,8 +226,7 @@ enum Arrangement {
 }
 
 impl Input {
-    fn plan(&self) -> Result<(GgufSet, Plan), Error> {
-        let set = GgufSet::open(&self.input)?;
+    fn prepare(&self) -> Result<Conversion, Error> {
         let options = Options {
             ranks: self.ranks.into(),
             experts: match self.experts {
@@ -242,8 +239,7 @@ impl Input {
                 Arrangement::Mma16 => WeightLayout::Mma16,
             },
         };
-        let plan = Plan::new(&set, options)?;
-        Ok((set, plan))
+        Conversion::prepare(&self.input, options)
     }
 }
 
@@ -264,7 +260,7 @@ impl Cli {
     pub fn run(self, interrupt: Arc<AtomicBool>) -> Result<Outcome, Error> {
         match self.command {
             Command::Plan { input, html, force, json } => {
-                let (set, plan) = input.plan()?;
+                let Conversion { set, plan, .. } = input.prepare()?;
                 let written = html.map(|html| write_page(&html, &plan.html(&set), force)).transpose()?;
                 match (json, written) {
                     (true, _) => print_json(&plan.report())?,
@@ -273,12 +269,11 @@ impl Cli {
                 }
             }
             Command::Convert { input, out, resume, rank, work } => {
-                let (set, plan) = input.plan()?;
-                let files = side_files(&set)?;
+                let Conversion { set, plan, side_files } = input.prepare()?;
                 let unfinished = if resume { Unfinished::Resume } else { Unfinished::Refuse };
                 let control = work.control(interrupt, work.quiet);
                 let summary = if rank.is_empty() {
-                    execute::convert(&set, &plan, &files, &out, unfinished, &control)?
+                    execute::convert(&set, &plan, &side_files, &out, unfinished, &control)?
                 } else {
                     let ranks: Vec<usize> = rank.into_iter().map(usize::from).collect();
                     execute::convert_ranks(&set, &plan, &ranks, &out, unfinished, &control)?
@@ -286,10 +281,9 @@ impl Cli {
                 work.print(&summary)?;
             }
             Command::Finish { input, out, work } => {
-                let (set, plan) = input.plan()?;
-                let files = side_files(&set)?;
+                let Conversion { set, plan, side_files } = input.prepare()?;
                 let control = work.control(interrupt, work.quiet);
-                work.print(&execute::finish(&set, &plan, &files, &out, &control)?)?;
+                work.print(&execute::finish(&set, &plan, &side_files, &out, &control)?)?;
             }
             Command::Verify { dir, source, work } => {
                 let control = work.control(interrupt, work.quiet || work.json);

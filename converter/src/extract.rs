@@ -8,7 +8,7 @@ use crate::similar::{both_spellings, closest};
 use crate::work::Control;
 use crate::writer::{Existing, NewFile};
 use formats::Shape;
-use formats::checkpoint::Checkpoint;
+use formats::checkpoint::{Checkpoint, RankShard};
 use formats::gguf::GgufSet;
 use formats::manifest::ExpertCut;
 use formats::name::TensorName;
@@ -57,6 +57,7 @@ pub fn extract(
             std::io::Error::other("it is the input; name another output"),
         ));
     }
+    let to = Output { name, path: out, existing };
     if input.is_dir() {
         let checkpoint = Checkpoint::open(input)?;
         let ranks = (0..checkpoint.manifest().ranks)
@@ -69,7 +70,10 @@ pub fn extract(
             None => None,
         };
         return match rows {
-            Some(rows) => write(rows, name, out, existing, control),
+            Some(rows) => {
+                let unchanged = || Ok(ranks.iter().try_for_each(RankShard::check_unchanged)?);
+                to.write(rows, control, unchanged)
+            }
             None => {
                 let names = ranks[0].manifest().tensors.iter().map(|t| t.name.clone());
                 Err(no_such_tensor(input, name, both_spellings(names)))
@@ -77,9 +81,10 @@ pub fn extract(
         };
     }
     let set = GgufSet::open(input)?;
+    let unchanged = || Ok(set.check_unchanged()?);
     if let Some(view) = set.view(name)? {
         let made_from = vec![format!("{name} ({})", view.dtype())];
-        return write(Rows::view(view, made_from), name, out, existing, control);
+        return to.write(Rows::view(view, made_from), control, unchanged);
     }
     let own_names = set.tensors().map(|(_, info)| info.name.clone());
     if TensorName::from_native(name).is_none() {
@@ -93,7 +98,7 @@ pub fn extract(
     };
     let plan = Plan::new(&set, options)?;
     match plan.tensors.iter().find(|tensor| tensor.name == name) {
-        Some(tensor) => write(Rows::planned(&set, tensor)?, name, out, existing, control),
+        Some(tensor) => to.write(Rows::planned(&set, tensor)?, control, unchanged),
         None => {
             let natives = plan.tensors.iter().map(|tensor| tensor.name.clone());
             Err(no_such_tensor(input, name, own_names.chain(natives)))
@@ -105,43 +110,61 @@ fn no_such_tensor(path: &Path, name: &str, names: impl Iterator<Item = String>) 
     Error::NoSuchTensor { path: path.to_owned(), name: name.to_owned(), similar: closest(name, names) }
 }
 
-/// Streams the rows: a stacked expert tensor of a large model is larger than memory.
-fn write(
-    mut rows: Rows<'_>,
-    name: &str,
-    out: &Path,
+/// What is to be written.
+struct Output<'a> {
+    /// The tensor's name in the file.
+    name: &'a str,
+    path: &'a Path,
     existing: Existing,
-    control: &Control,
-) -> Result<Extracted, Error> {
-    /// Values that are decoded at a time, about.
-    const AT_ONCE: u64 = 1 << 21;
-    let shape = rows.shape().clone();
-    let values = shape.elements();
-    let Some(data_bytes) = values.checked_mul(4) else {
-        return Err(Error::tensor(out, name, "a size that fits 64 bits", shape.to_string()));
-    };
-    let header = header(name, &shape, data_bytes);
-    let bytes = header.len() as u64 + data_bytes;
-    let (file, handle) = NewFile::create(out, existing)?;
-    file.require_space(bytes)?;
-    let io = |e| Error::io(file.partial(), format!("cannot write {bytes} bytes"), e);
-    let mut writer = BufWriter::with_capacity(1 << 20, &handle);
-    writer.write_all(&header).map_err(io)?;
-    let step = (AT_ONCE / shape.row_len().max(1)).max(1);
-    let rows_with_values = if values == 0 { 0 } else { shape.rows() };
-    let mut row = 0;
-    while row < rows_with_values {
-        control.check()?;
-        let end = (row + step).min(rows_with_values);
-        for value in rows.decode(row..end)? {
-            writer.write_all(&value.to_le_bytes()).map_err(io)?;
+}
+
+impl Output<'_> {
+    /// Streams the rows: a stacked expert tensor of a large model is larger than memory. `unchanged` says at the end whether what
+    /// was read still is what it was.
+    fn write(
+        self,
+        mut rows: Rows<'_>,
+        control: &Control,
+        unchanged: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<Extracted, Error> {
+        /// Values that are decoded at a time, about.
+        const AT_ONCE: u64 = 1 << 21;
+        let Self { name, path: out, existing } = self;
+        let shape = rows.shape().clone();
+        let values = shape.elements();
+        let Some(data_bytes) = values.checked_mul(4) else {
+            return Err(Error::tensor(out, name, "a size that fits 64 bits", shape.to_string()));
+        };
+        let header = header(name, &shape, data_bytes);
+        let bytes = header.len() as u64 + data_bytes;
+        let (file, handle) = NewFile::create(out, existing)?;
+        file.require_space(bytes)?;
+        let io = |e| Error::io(file.partial(), format!("cannot write {bytes} bytes"), e);
+        let mut writer = BufWriter::with_capacity(1 << 20, &handle);
+        writer.write_all(&header).map_err(io)?;
+        let step = (AT_ONCE / shape.row_len().max(1)).max(1);
+        let rows_with_values = if values == 0 { 0 } else { shape.rows() };
+        let mut row = 0;
+        while row < rows_with_values {
+            control.check()?;
+            let end = (row + step).min(rows_with_values);
+            for value in rows.decode(row..end)? {
+                writer.write_all(&value.to_le_bytes()).map_err(io)?;
+            }
+            row = end;
         }
-        row = end;
+        writer.flush().map_err(io)?;
+        drop(writer);
+        unchanged()?;
+        file.commit(&handle)?;
+        Ok(Extracted {
+            tensor: name.to_owned(),
+            shape,
+            made_from: rows.made_from,
+            out: out.to_owned(),
+            bytes,
+        })
     }
-    writer.flush().map_err(io)?;
-    drop(writer);
-    file.commit(&handle)?;
-    Ok(Extracted { tensor: name.to_owned(), shape, made_from: rows.made_from, out: out.to_owned(), bytes })
 }
 
 fn header(name: &str, shape: &Shape, data_bytes: u64) -> Vec<u8> {

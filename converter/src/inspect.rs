@@ -9,6 +9,7 @@ use crate::similar::{both_spellings, closest};
 use formats::TensorName;
 use formats::name::LayerRole;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
@@ -41,27 +42,44 @@ pub fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, Error> {
     gguf::inspect(path, tensor)
 }
 
-/// The native tensor that holds `name`, in either spelling: for a half of kv_b_proj the whole, for other names themselves.
-fn native_name(name: &str) -> String {
-    let native = match TensorName::parse(name) {
-        Some(TensorName::Layer(layer, LayerRole::AttnKB | LayerRole::AttnVB)) => {
-            TensorName::Layer(layer, LayerRole::KvBProj).native()
-        }
-        Some(parsed) => parsed.native(),
-        None => None,
+/// The native tensors that hold `name`, in either spelling: for a half of kv_b_proj the whole, for a fused gate and up projection
+/// both, for other names themselves.
+fn native_names(name: &str) -> Vec<String> {
+    let of = |layer, roles: &[LayerRole]| {
+        roles.iter().filter_map(|&role| TensorName::Layer(layer, role).native()).collect()
     };
-    native.unwrap_or_else(|| name.to_owned())
+    match TensorName::parse(name) {
+        Some(TensorName::Layer(layer, LayerRole::AttnKB | LayerRole::AttnVB)) => {
+            of(layer, &[LayerRole::KvBProj])
+        }
+        Some(TensorName::Layer(layer, LayerRole::ExpertsGateUpProj)) => {
+            of(layer, &[LayerRole::ExpertsGateProj, LayerRole::ExpertsUpProj])
+        }
+        parsed => vec![parsed.and_then(TensorName::native).unwrap_or_else(|| name.to_owned())],
+    }
 }
 
-/// Of a fused gate and up projection the two native ones; otherwise the names that look like `name`.
-fn similar(name: &str, natives: impl Iterator<Item = String>) -> Vec<String> {
-    match TensorName::parse(name) {
-        Some(TensorName::Layer(layer, LayerRole::ExpertsGateUpProj)) => {
-            let halves = [LayerRole::ExpertsGateProj, LayerRole::ExpertsUpProj];
-            halves.into_iter().filter_map(|half| TensorName::Layer(layer, half).native()).collect()
-        }
-        _ => closest(name, both_spellings(natives)),
-    }
+/// What `find` finds of all native tensors that hold `name`: of one itself, of two both, in JSON as `tensors`.
+///
+/// # Errors
+/// [`Error::NoSuchTensor`] when one of them is not there.
+fn of_tensor<R: Serialize>(
+    path: &Path,
+    name: &str,
+    natives: impl Iterator<Item = String>,
+    find: impl Fn(&str) -> Option<(String, R)>,
+) -> Result<Inspection, Error> {
+    let found: Option<Vec<(String, R)>> = native_names(name).iter().map(|native| find(native)).collect();
+    let Some(found) = found else {
+        let similar = closest(name, both_spellings(natives));
+        return Err(Error::NoSuchTensor { path: path.to_owned(), name: name.to_owned(), similar });
+    };
+    let (texts, reports): (Vec<String>, Vec<R>) = found.into_iter().unzip();
+    let text = texts.join("\n");
+    Ok(match &reports[..] {
+        [report] => Inspection::new(text, report),
+        tensors => Inspection::new(text, &BTreeMap::from([("tensors", tensors)])),
+    })
 }
 
 /// A length that fits the file, and then the start of a JSON object.

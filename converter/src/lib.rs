@@ -1,10 +1,12 @@
 //! shardmill as a library: GGUF files to native checkpoints. Offline, CPU only.
 //!
 //! `GgufSet` -> [`arch::describe`] -> [`plan::Plan`] -> [`execute::convert`]; what was written is checked by [`verify`].
+//! [`Conversion::prepare`] is all of it that comes before the first byte is written.
 
 pub mod arch;
 mod chunks;
 pub mod cli;
+mod conversion;
 mod error;
 pub mod execute;
 pub mod extract;
@@ -24,6 +26,7 @@ pub mod verify;
 pub mod work;
 mod writer;
 
+pub use conversion::Conversion;
 pub use error::Error;
 pub use writer::{Existing, Unfinished};
 

@@ -84,8 +84,12 @@ pub(crate) fn tensors(config: &ModelConfig, experts: ExpertCut) -> Result<Vec<Na
 pub(crate) fn missing_source(name: TensorName, there: impl Fn(&str) -> bool) -> Option<String> {
     let of = |role| match name {
         TensorName::Layer(layer, _) => TensorName::Layer(layer, role).gguf(),
-        TensorName::Model(_) => name.gguf(),
+        _ => name.gguf(),
     };
+    if name.scaled().is_some() {
+        let source = scale_source(name, &there);
+        return (!there(&source)).then_some(source);
+    }
     let own = name.gguf();
     if there(&own) {
         return None;
@@ -98,6 +102,18 @@ pub(crate) fn missing_source(name: TensorName, there: impl Fn(&str) -> bool) -> 
             (!there(&of(LayerRole::ExpertsGateUpProj))).then_some(own)
         }
         _ => Some(own),
+    }
+}
+
+/// GGUF name of the scale of the tensor that a weight is made from: its own, or that of the fused gate and up projection.
+pub(crate) fn scale_source(scale: TensorName, there: impl Fn(&str) -> bool) -> String {
+    match scale {
+        TensorName::LayerScale(layer, role @ (LayerRole::ExpertsGateProj | LayerRole::ExpertsUpProj))
+            if !there(&TensorName::Layer(layer, role).gguf()) =>
+        {
+            TensorName::LayerScale(layer, LayerRole::ExpertsGateUpProj).gguf()
+        }
+        _ => scale.gguf(),
     }
 }
 
@@ -268,7 +284,15 @@ impl List<'_> {
             expected: "dimensions whose product fits 64 bits".to_owned(),
             found: format!("{shape:?} from the metadata"),
         })?;
+        let scale = name.scale().filter(|_| stored == Stored::AsIs);
+        let experts = if let [experts, _, _] = shape.dims() { *experts } else { 1 };
         self.tensors.push(NativeTensor { name, shape, stored, cut, need, part });
+        if let Some(name) = scale {
+            let shape = Shape::new(&[experts]).expect("one dimension of another shape");
+            // Each rank has those of its experts.
+            let cut = if cut == Cut::Experts { cut } else { Cut::Replicated };
+            self.tensors.push(NativeTensor { name, shape, stored, cut, need: Need::Optional, part });
+        }
         Ok(())
     }
 }

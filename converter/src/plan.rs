@@ -103,6 +103,8 @@ pub struct Planned {
     pub layout: Layout,
     /// How it is cut; `None` when every rank has all of it.
     pub cut: Option<AxisCut>,
+    /// The native tensor that its values are multiplied by when they are used.
+    pub scale: Option<String>,
 }
 
 /// A cut of one axis.
@@ -140,6 +142,8 @@ enum NoTiles {
     Computed,
     /// Its rows are looked up one by one.
     LookedUp,
+    /// Products in tiles know of no scale.
+    Scaled,
     /// No kernel multiplies this type in tiles.
     Type(Dtype),
     /// Some rank's part is no whole number of tiles.
@@ -194,6 +198,7 @@ impl Planned {
         match self.dtype() {
             _ if !copied => Some(NoTiles::Computed),
             _ if looked_up => Some(NoTiles::LookedUp),
+            _ if self.scale.is_some() => Some(NoTiles::Scaled),
             dtype if !mma16::MULTIPLIED.contains(&dtype) => Some(NoTiles::Type(dtype)),
             _ if ![0, ranks - 1].into_iter().all(whole) => Some(NoTiles::Parts),
             _ => None,
@@ -323,7 +328,14 @@ impl Planner<'_> {
         let cut = self.cut(native, &transform)?;
         let name = native.name.native().expect("native tensors have a native name");
         let shape = native.shape.clone();
-        let mut planned = Planned { role: native.name, name, shape, transform, layout: Layout::Ggml, cut };
+        let scale = native.name.scale().filter(|&scale| {
+            native.stored == Stored::AsIs && {
+                native::missing_source(scale, |name| self.set.info(name).is_some()).is_none()
+            }
+        });
+        let scale = scale.and_then(TensorName::native);
+        let mut planned =
+            Planned { role: native.name, name, shape, transform, layout: Layout::Ggml, cut, scale };
         if self.options.layout == WeightLayout::Mma16
             && planned.keeps_from_tiles(self.options.ranks).is_none()
         {
@@ -359,8 +371,22 @@ impl Planner<'_> {
                     half: if role == LayerRole::ExpertsGateProj { Half::First } else { Half::Second },
                 })
             }
+            (_, TensorName::ModelScale(_) | TensorName::LayerScale(..)) => self.scale(native),
             _ => Ok(Transform::Copy(self.source(&own, &native.shape)?)),
         }
+    }
+
+    /// What a weight is multiplied by, its own or that of a fused gate and up projection.
+    fn scale(&self, native: &NativeTensor) -> Result<Transform, Error> {
+        let name = native::scale_source(native.name, |name| self.set.info(name).is_some());
+        let source = self.source(&name, &native.shape)?;
+        if source.dtype != Dtype::F32 {
+            let found = format!("{}; convert the original model again", source.dtype);
+            let path =
+                &self.set.info(&name).map_or(self.set.path(), |(part, _)| &self.set.parts()[part].path);
+            return Err(Error::tensor(path, &name, "F32, as scales are", found));
+        }
+        Ok(Transform::Copy(source))
     }
 
     fn join(&self, layer: LayerIdx, native: &NativeTensor) -> Result<Transform, Error> {
@@ -435,7 +461,8 @@ impl Planner<'_> {
             ));
         }
         if quant::decoder(info.dtype).is_none() {
-            let found = format!("{}; convert the original model again", info.dtype);
+            let count = self.set.tensors().filter(|(_, other)| other.dtype == info.dtype).count();
+            let found = format!("{} ({count} such tensors); convert the original model again", info.dtype);
             return Err(Error::tensor(path, name, "a type that weights have", found));
         }
         Ok(SourceTensor { name: name.to_owned(), dtype: info.dtype, shape: expected.clone() })
@@ -469,12 +496,19 @@ impl Planner<'_> {
             }
         }
         for (part, info) in self.set.tensors().filter(|(_, info)| !self.used.contains(&info.name)) {
-            if let Some(scaled) = nvfp4_scale_of(&info.name) {
+            if let Some(reason) = self.input_scale(&info.name) {
+                skipped.push(Skipped { tensor: info.name.clone(), reason });
+                continue;
+            }
+            let needed = |weight: &String| self.used.contains(weight) || self.reason(weight).is_none();
+            if let Some(weight) = scaled_by(&info.name).filter(needed) {
                 return Err(Error::tensor(
                     &self.set.parts()[part].path,
                     &info.name,
-                    "no separate scales",
-                    format!("one of {scaled}; convert the original model again without NVFP4 scale tensors"),
+                    "scales of weights that are kept in their own type, named as llama.cpp names them (X.scale of X.weight)",
+                    format!(
+                        "one of {weight}; leaving it out would change the model, convert the original model again"
+                    ),
                 ));
             }
             if let Some(expected) = self.contradiction(&info.name) {
@@ -502,6 +536,16 @@ impl Planner<'_> {
             })),
         }
         Ok(skipped)
+    }
+
+    /// Why a scale of a weight's input is left out; `None` for other tensors.
+    fn input_scale(&self, name: &str) -> Option<String> {
+        let base = name.strip_suffix(".input_scale")?;
+        TensorName::from_gguf(&format!("{base}.weight"))?;
+        Some(
+            "it is for products with quantised activations, and activations are not quantised here"
+                .to_owned(),
+        )
     }
 
     /// What a layer has instead of a tensor that cannot be beside it; `None` for other tensors.
@@ -543,11 +587,13 @@ impl Planner<'_> {
             return Some("rotary frequencies are computed from the metadata".to_owned());
         }
         let config = &self.model.config;
-        let (layer, role) = match TensorName::from_gguf(name)? {
+        let name = TensorName::from_gguf(name)?;
+        let (layer, role) = match name.scaled().unwrap_or(name) {
             TensorName::Model(ModelRole::LmHead) => return Some("the embeddings are used".to_owned()),
             TensorName::Model(_) => return Some("the model has no use for it".to_owned()),
             TensorName::Layer(LayerIdx(layer), _) if layer >= self.model.block_count => return None,
             TensorName::Layer(LayerIdx(layer), role) => (layer, role),
+            TensorName::ModelScale(_) | TensorName::LayerScale(..) => return None,
         };
         if let Some((layers, reason)) = &self.model.unused_mtp
             && layers.contains(&layer)
@@ -574,9 +620,10 @@ impl Planner<'_> {
     }
 }
 
-/// The tensor that an NVFP4 side tensor scales. Leaving one out would silently change every weight of it.
-fn nvfp4_scale_of(name: &str) -> Option<String> {
-    let base = name.strip_suffix(".scale").or_else(|| name.strip_suffix(".input_scale"))?;
+/// The weight that a tensor is a scale of, under whichever name. Leaving one out would silently change all its values.
+fn scaled_by(name: &str) -> Option<String> {
+    const ENDINGS: [&str; 4] = [".weight.scale", ".weight_scale_2", ".weight_scale", ".scale"];
+    let base = ENDINGS.iter().find_map(|ending| name.strip_suffix(ending))?;
     let weight = format!("{base}.weight");
     TensorName::from_gguf(&weight).map(|_| weight)
 }

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::tokenizer::Tokenizer;
 use formats::gguf::GgufSet;
-use formats::manifest::MAX_TEMPLATE_BYTES;
+use formats::template;
 use minijinja::Environment;
 use serde::Serialize;
 
@@ -55,17 +55,15 @@ pub fn side_files(set: &GgufSet) -> Result<Vec<SideFileBytes>, Error> {
 fn chat_template(set: &GgufSet) -> Result<Option<&str>, Error> {
     const KEY: &str = "tokenizer.chat_template";
     const ADVICE: &str = "give the file another one (gguf-new-metadata --chat-template-file)";
-    let Some(template) = set.metadata().str(KEY).map_err(|e| e.in_file(set.path()))? else { return Ok(None) };
+    let Some(text) = set.metadata().str(KEY).map_err(|e| e.in_file(set.path()))? else { return Ok(None) };
     let refuse =
         |found: String| Error::key(set.path(), KEY, "a Jinja template", format!("{found}; {ADVICE}"));
-    if template.trim().is_empty() {
+    if text.trim().is_empty() {
         return Err(refuse("an empty one".to_owned()));
     }
-    if template.len() > MAX_TEMPLATE_BYTES {
-        return Err(refuse(format!("one of {} bytes, more than {MAX_TEMPLATE_BYTES}", template.len())));
-    }
-    match on_a_deep_stack(template.len(), || Environment::empty().template_from_str(template).map(|_| ())) {
-        Ok(Ok(())) => Ok(Some(template)),
+    template::check_size(text).map_err(|why| refuse(format!("one {why}")))?;
+    match on_a_deep_stack(text.len(), || Environment::empty().template_from_str(text).map(|_| ())) {
+        Ok(Ok(())) => Ok(Some(text)),
         Ok(Err(e)) => Err(refuse(format!(
             "one that does not parse (line {}: {})",
             e.line().unwrap_or(0),

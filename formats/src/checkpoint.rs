@@ -2,7 +2,7 @@
 
 use crate::digest::chunk_digest;
 use crate::manifest::{Layout, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, RankManifest, TensorEntry};
-use crate::map::{MappedFile, open_regular};
+use crate::map::{FileState, MappedFile, open_regular};
 use crate::{Digest, Error, TensorView};
 use bytes::Bytes;
 use std::collections::HashMap;
@@ -24,6 +24,8 @@ pub struct RankShard {
     manifest: RankManifest,
     index: HashMap<String, usize>,
     bytes: Bytes,
+    /// What the file was when it was mapped.
+    state: FileState,
 }
 
 impl Checkpoint {
@@ -114,7 +116,7 @@ impl Checkpoint {
     pub fn rank(&self, rank: usize) -> Result<RankShard, Error> {
         let manifest = self.rank_manifest(rank)?;
         let path = self.dir.join(&manifest.file);
-        let bytes = MappedFile::bytes(&path)?;
+        let (bytes, state) = MappedFile::bytes_and_state(&path)?;
         if bytes.len() as u64 != manifest.bytes {
             return Err(Error::Manifest {
                 field: "size".to_owned(),
@@ -136,7 +138,7 @@ impl Checkpoint {
             .in_file(&path));
         }
         let index = manifest.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(RankShard { path, manifest, index, bytes })
+        Ok(RankShard { path, manifest, index, bytes, state })
     }
 }
 
@@ -154,6 +156,14 @@ impl RankShard {
     /// All bytes of the file.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
+    }
+
+    /// Whether the file still is what it was when it was mapped.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], or [`Error::Io`], naming it.
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.state.check(&self.path)
     }
 
     /// Holds chunk `chunk` of the file against its digest.

@@ -254,7 +254,7 @@ impl ModelConfig {
             check(
                 "indexer.index_head_dim",
                 indexer.index_head_dim >= a.qk_rope_head_dim,
-                "at least qk_rope_head_dim",
+                &format!("at least {}, the width that is rotated", a.qk_rope_head_dim),
                 indexer.index_head_dim,
             )?;
             check(
@@ -304,7 +304,8 @@ impl MoeConfig {
             ),
             r.n_group,
         )?;
-        check("moe.router.topk_group", r.topk_group <= r.n_group, "at most n_group", r.topk_group)?;
+        let groups = format!("at most the {} groups", r.n_group);
+        check("moe.router.topk_group", r.topk_group <= r.n_group, &groups, r.topk_group)?;
         let eligible = self.n_routed_experts / r.n_group * r.topk_group;
         check(
             "moe.num_experts_per_tok",

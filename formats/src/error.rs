@@ -59,7 +59,7 @@ pub enum Error {
     },
     /// A file that is not what it was when it was opened.
     #[error(
-        "{path}: the source was written to, or another file took its name, while it was converted; nothing was kept, convert it when it rests"
+        "{path}: it was written to, or another file took its name, while it was read, so what was read does not belong together; run this again when it rests"
     )]
     Changed {
         /// The file.
@@ -86,14 +86,38 @@ pub enum Error {
         found: String,
     },
     /// Bytes end before a field does.
-    #[error("{}: the file ends here, {missing} more bytes were expected; it is truncated, get it again", Shown(.what))]
+    #[error(
+        "{}, from byte {at}: the file ends at byte {len}, {missing} more bytes were expected; it is truncated, download it again",
+        Shown(.what)
+    )]
     Truncated {
         /// The field, key or tensor.
         what: String,
+        /// Where it begins.
+        at: u64,
+        /// The file's size.
+        len: u64,
         /// Bytes that are not there.
         missing: u64,
     },
-    /// A count or length that cannot be true of this file.
+    /// A count of things that the file has no room for.
+    #[error(
+        "{}, from byte {at}: {found} of at least {least} bytes each were expected, and the file ends at byte {len}; it is truncated or damaged, download it again",
+        Shown(.what)
+    )]
+    Count {
+        /// What is counted.
+        what: String,
+        /// How many are said to follow.
+        found: u64,
+        /// The fewest bytes of one.
+        least: u64,
+        /// Where they begin.
+        at: u64,
+        /// The file's size.
+        len: u64,
+    },
+    /// A count or length beyond what is read here.
     #[error("{}: {found} is more than the {limit} that can be there", Shown(.what))]
     TooLarge {
         /// The field.
@@ -125,8 +149,8 @@ pub enum Error {
     },
     /// Tensors of a type that is removed or was never known.
     #[error(
-        "tensor {}: type {id} is {why} ({count} such tensors in the file); convert the model again with a type that ggml knows",
-        Shown(.tensor)
+        "tensor {}: type {id} is {why} ({count} such tensors in the file{}); convert the model again with a type that ggml knows",
+        Shown(.tensor), and_others(*.others)
     )]
     UnknownType {
         /// The first such tensor.
@@ -137,6 +161,8 @@ pub enum Error {
         why: &'static str,
         /// How many tensors have it.
         count: usize,
+        /// How many more have other types that are not known.
+        others: usize,
     },
     /// Parts of a split file that are not there.
     #[error("{count} of {total} parts are missing: {}; put them beside {}", Shown(.missing), Shown(.beside))]
@@ -284,6 +310,10 @@ impl Error {
     }
 }
 
+fn and_others(others: usize) -> String {
+    if others == 0 { String::new() } else { format!(", and {others} of other such types") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -306,11 +336,12 @@ mod tests {
         let errors = [
             Error::NotGguf { found: evil() },
             Error::Version { found: evil() },
-            Error::Truncated { what: evil(), missing: 1 },
+            Error::Truncated { what: evil(), at: 1, len: 2, missing: 1 },
+            Error::Count { what: evil(), found: 9, least: 1, at: 1, len: 2 },
             Error::TooLarge { what: evil(), found: 1, limit: 0 },
             Error::Key { key: evil(), expected: evil(), found: evil() },
             Error::Tensor { tensor: evil(), expected: evil(), found: evil() },
-            Error::UnknownType { tensor: evil(), id: 1, why: "removed", count: 1 },
+            Error::UnknownType { tensor: evil(), id: 1, why: "removed", count: 1, others: 1 },
             Error::Block { tensor: evil(), dtype: Dtype::Q4_K, row_len: 1 },
             Error::Config { field: evil(), expected: evil(), found: evil() },
             Error::Manifest { field: evil(), expected: evil(), found: evil() },

@@ -95,17 +95,18 @@ impl GgufFile {
 
 fn header_version(reader: &mut Reader<'_>) -> Result<u32, Error> {
     let start = reader.clone();
-    let magic = reader.take(4.min(reader.remaining()), "magic")?;
-    if magic != MAGIC {
+    let head = start.clone().take(MAGIC.len().min(start.remaining()), "magic")?;
+    if head.is_empty() || !MAGIC.starts_with(head) {
         return Err(Error::NotGguf { found: describe(start) });
     }
+    reader.take(MAGIC.len(), "magic")?;
     match reader.u32("version")? {
         version @ (2 | 3) => Ok(version),
         1 => Err(Error::Version {
             found: "version 1 (32-bit lengths) is not read here; convert the model again with a llama.cpp of after August 2023"
                 .to_owned(),
         }),
-        v if v.swap_bytes() <= 0xff => Err(Error::Version {
+        v if matches!(v.swap_bytes(), 1..=3) => Err(Error::Version {
             found: format!(
                 "is big-endian (version reads as {v:#010x}); convert it on, or for, a little-endian machine (gguf-py's gguf_convert_endian)"
             ),
@@ -173,11 +174,11 @@ fn read_tensors(reader: &mut Reader<'_>, count: usize) -> Result<Vec<RawTensor>,
     let expected = count.min(1 << 12);
     let mut names = HashSet::with_capacity(expected);
     let mut unknown: Option<(String, u32)> = None;
-    let mut unknown_count = 0;
+    let (mut same_type, mut other_types) = (0, 0);
     let mut tensors = Vec::with_capacity(expected);
     for index in 0..count {
         let name = reader.name(&format!("name of tensor {index}"))?.to_owned();
-        let what = format!("tensor {name}");
+        let what = format!("header's entry of tensor {name}");
         let shape = read_shape(reader, &what, &name)?;
         let id = reader.u32(&what)?;
         let offset = reader.u64(&what)?;
@@ -189,17 +190,21 @@ fn read_tensors(reader: &mut Reader<'_>, count: usize) -> Result<Vec<RawTensor>,
             });
         }
         let Some(dtype) = Dtype::from_id(id) else {
-            unknown_count += 1;
-            unknown.get_or_insert((name, id));
+            let (_, first) = unknown.get_or_insert((name, id));
+            *(if *first == id { &mut same_type } else { &mut other_types }) += 1;
             continue;
         };
         let size = bytes_of(dtype, &shape).ok_or_else(|| size_error(&name, dtype, &shape))?;
         tensors.push(RawTensor { name, dtype, shape, offset, size });
     }
     match unknown {
-        Some((tensor, id)) => {
-            Err(Error::UnknownType { tensor, id, why: why_unknown(id), count: unknown_count })
-        }
+        Some((tensor, id)) => Err(Error::UnknownType {
+            tensor,
+            id,
+            why: why_unknown(id),
+            count: same_type,
+            others: other_types,
+        }),
         None => Ok(tensors),
     }
 }
@@ -274,7 +279,8 @@ fn place(
             });
         };
         if end > file_len {
-            return Err(Error::Truncated { what: format!("tensor {}", t.name), missing: end - file_len });
+            let what = format!("tensor {}", t.name);
+            return Err(Error::Truncated { what, at: start, len: file_len, missing: end - file_len });
         }
         tensors.push(TensorInfo { name: t.name, dtype: t.dtype, shape: t.shape, bytes: start..end });
     }

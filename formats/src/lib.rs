@@ -15,6 +15,7 @@ pub mod map;
 pub mod name;
 pub mod quant;
 pub mod reader;
+pub mod template;
 mod tensor;
 
 pub use config::ModelConfig;

@@ -13,7 +13,7 @@ use crate::digest::{CHUNK_BYTES, Digest, root_digest};
 use crate::tensor::bytes_of;
 use crate::{Dtype, Error, Shape};
 use serde::{Deserialize, Serialize};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 /// `format` of every checkpoint.json.
@@ -32,9 +32,6 @@ pub const TENSOR_ALIGNMENT: u64 = 256;
 pub const MAX_RANKS: usize = 1024;
 /// A manifest larger than this is not one of ours.
 pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;
-/// Longest chat template, in bytes; real ones have up to 20 thousand. Writer and reader hold to it, because what takes a template
-/// apart recurses as deep as it is long.
-pub const MAX_TEMPLATE_BYTES: usize = 64 << 10;
 
 /// File name of a rank's weights.
 pub fn rank_file_name(rank: usize, ranks: usize) -> String {
@@ -185,6 +182,9 @@ pub struct TensorEntry {
     pub transform: TransformKind,
     /// The source's tensors that it was made from.
     pub source: Vec<String>,
+    /// The tensor that its values are multiplied by when they are used: one F32 number, or, of a stack, one for each expert.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale: Option<String>,
     /// Digest of its bytes when they lie in one chunk with others, so that damage there can be given a name; a tensor that
     /// crosses chunks is named by theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -357,11 +357,38 @@ impl RankManifest {
             end = entry.bytes.1;
             entry.validate(self.bytes)?;
         }
+        let by_name: HashMap<&str, &TensorEntry> =
+            self.tensors.iter().map(|entry| (entry.name.as_str(), entry)).collect();
+        for entry in &self.tensors {
+            if let Some(scale) = &entry.scale {
+                entry.check_scale(scale, by_name.get(scale.as_str()).copied())?;
+            }
+        }
         check("bytes", end == self.bytes, &format!("{end}, where the last tensor ends"), self.bytes)
     }
 }
 
 impl TensorEntry {
+    /// A scale is in the same file and has one number for the tensor, or one for each matrix of its stack that is here.
+    fn check_scale(&self, name: &str, scale: Option<&Self>) -> Result<(), Error> {
+        let field = format!("tensor {}, scale", self.name);
+        let Some(scale) = scale else {
+            return check(&field, false, "a tensor of this file", name);
+        };
+        let one_each = |shape: &Shape| match shape.dims() {
+            [experts, _, _] => [*experts],
+            _ => [1],
+        };
+        let fits = scale.dtype == Dtype::F32
+            && scale.layout == Layout::Ggml
+            && scale.scale.is_none()
+            && scale.full_shape.dims() == one_each(&self.full_shape)
+            && scale.shape.dims() == one_each(&self.shape);
+        let expected = format!("F32 {:?}", one_each(&self.shape));
+        check(&field, fits, &expected, format!("{name}: {} {}", scale.dtype, scale.shape))?;
+        check(&field, self.layout == Layout::Ggml, "none in a layout of products without one", &self.layout)
+    }
+
     fn validate(&self, file_bytes: u64) -> Result<(), Error> {
         let field = |name: &str| format!("tensor {}, {name}", self.name);
         let (start, end) = self.bytes;

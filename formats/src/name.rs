@@ -17,6 +17,10 @@ pub enum TensorName {
     Model(ModelRole),
     /// One for each layer that has it.
     Layer(LayerIdx, LayerRole),
+    /// What a weight of the whole model is multiplied by.
+    ModelScale(ModelRole),
+    /// What a weight of a layer is multiplied by: one number, or one for each expert of a stack.
+    LayerScale(LayerIdx, LayerRole),
 }
 
 macro_rules! roles {
@@ -144,9 +148,17 @@ impl LayerRole {
     }
 }
 
+/// What every weight's name ends with, in both spellings.
+const WEIGHT: &str = ".weight";
+/// In its place at the scale of a weight, as llama.cpp and as NVIDIA's ModelOpt (of HF checkpoints in NVFP4) name it.
+const SCALE: [&str; 2] = [".scale", ".weight_scale_2"];
+
 impl TensorName {
     /// The name of a GGUF tensor; `None` for names outside the table.
     pub fn from_gguf(name: &str) -> Option<Self> {
+        if let Some(base) = name.strip_suffix(SCALE[0]) {
+            return Self::from_gguf(&format!("{base}{WEIGHT}"))?.scale();
+        }
         if let Some(rest) = name.strip_prefix("blk.") {
             let (layer, role) = split_layer(rest)?;
             return LayerRole::ALL.iter().find(|r| r.gguf() == role).map(|&r| Self::Layer(layer, r));
@@ -156,6 +168,9 @@ impl TensorName {
 
     /// The name of a native tensor; `None` for names outside the table.
     pub fn from_native(name: &str) -> Option<Self> {
+        if let Some(base) = name.strip_suffix(SCALE[1]) {
+            return Self::from_native(&format!("{base}{WEIGHT}"))?.scale();
+        }
         if let Some(rest) = name.strip_prefix("model.layers.") {
             let (layer, role) = split_layer(rest)?;
             return LayerRole::ALL.iter().find(|r| r.native() == Some(role)).map(|&r| Self::Layer(layer, r));
@@ -173,6 +188,8 @@ impl TensorName {
         match self {
             Self::Model(role) => role.gguf().to_owned(),
             Self::Layer(layer, role) => format!("blk.{layer}.{}", role.gguf()),
+            Self::ModelScale(role) => scale_name(&Self::Model(role).gguf(), SCALE[0]),
+            Self::LayerScale(layer, role) => scale_name(&Self::Layer(layer, role).gguf(), SCALE[0]),
         }
     }
 
@@ -181,8 +198,44 @@ impl TensorName {
         match self {
             Self::Model(role) => role.native().map(str::to_owned),
             Self::Layer(layer, role) => role.native().map(|n| format!("model.layers.{layer}.{n}")),
+            Self::ModelScale(_) | Self::LayerScale(..) => {
+                self.scaled()?.native().map(|weight| scale_name(&weight, SCALE[1]))
+            }
         }
     }
+
+    /// The name of what this weight is multiplied by, if it is; `None` for tensors that are no weights.
+    pub fn scale(self) -> Option<Self> {
+        match self {
+            Self::Model(role) => role.gguf().ends_with(WEIGHT).then_some(Self::ModelScale(role)),
+            Self::Layer(layer, role) => {
+                role.gguf().ends_with(WEIGHT).then_some(Self::LayerScale(layer, role))
+            }
+            Self::ModelScale(_) | Self::LayerScale(..) => None,
+        }
+    }
+
+    /// The weight that this is a scale of; `None` for tensors that are no scales.
+    pub fn scaled(self) -> Option<Self> {
+        match self {
+            Self::ModelScale(role) => Some(Self::Model(role)),
+            Self::LayerScale(layer, role) => Some(Self::Layer(layer, role)),
+            Self::Model(_) | Self::Layer(..) => None,
+        }
+    }
+
+    /// The layer that it belongs to.
+    pub fn layer(self) -> Option<LayerIdx> {
+        match self {
+            Self::Layer(layer, _) | Self::LayerScale(layer, _) => Some(layer),
+            Self::Model(_) | Self::ModelScale(_) => None,
+        }
+    }
+}
+
+fn scale_name(weight: &str, scale: &str) -> String {
+    let base = weight.strip_suffix(WEIGHT).expect("only weights have scales");
+    format!("{base}{scale}")
 }
 
 /// `12.ffn_up.weight` -> (12, `ffn_up.weight`). Leading zeros and signs are other names.
@@ -204,7 +257,9 @@ mod tests {
             .map(|&r| TensorName::Model(r))
             .chain(LayerRole::ALL.iter().map(|&r| TensorName::Layer(LayerIdx(12), r)));
         let mut seen = HashSet::new();
+        let names = names.flat_map(|name| [Some(name), name.scale()]).flatten();
         for name in names {
+            assert_eq!(name.scale().and_then(TensorName::scaled), name.scale().map(|_| name));
             assert_eq!(TensorName::from_gguf(&name.gguf()), Some(name));
             assert!(seen.insert(name.gguf()));
             if let Some(native) = name.native() {
@@ -221,6 +276,9 @@ mod tests {
             "blk.-1.ffn_up.weight",
             "blk.3.ffn_up.bias",
             "blk.ffn_up.weight",
+            "blk.3.exp_probs_b.scale",
+            "blk.3.ffn_up.scale.scale",
+            "model.layers.3.mlp.up_proj.scale",
             "",
             "blk.",
         ] {

@@ -34,7 +34,7 @@ impl<'a> Reader<'a> {
     /// [`Error::Truncated`] naming `what` when fewer are left.
     pub fn take(&mut self, n: usize, what: &str) -> Result<&'a [u8], Error> {
         if n > self.remaining() {
-            return Err(Error::Truncated { what: what.to_owned(), missing: (n - self.remaining()) as u64 });
+            return Err(self.truncated(what, n as u64));
         }
         let taken = &self.bytes[self.position..self.position + n];
         self.position += n;
@@ -68,12 +68,13 @@ impl<'a> Reader<'a> {
     /// A u64 that counts things of at least `least_bytes` each, so that it cannot exceed what is left of the bytes.
     ///
     /// # Errors
-    /// [`Error::Truncated`], or [`Error::TooLarge`] naming `what`.
+    /// [`Error::Truncated`], or [`Error::Count`] naming `what`.
     pub fn count(&mut self, least_bytes: usize, what: &str) -> Result<usize, Error> {
         let found = self.u64(what)?;
-        let limit = (self.remaining() / least_bytes.max(1)) as u64;
-        if found > limit {
-            return Err(Error::TooLarge { what: what.to_owned(), found, limit });
+        let least = least_bytes.max(1);
+        if found > (self.remaining() / least) as u64 {
+            let (at, len) = (self.position as u64, self.bytes.len() as u64);
+            return Err(Error::Count { what: what.to_owned(), found, least: least as u64, at, len });
         }
         Ok(found as usize)
     }
@@ -84,11 +85,19 @@ impl<'a> Reader<'a> {
     /// [`Error::Truncated`] naming `what`.
     pub fn string(&mut self, what: &str) -> Result<&'a [u8], Error> {
         let len = self.u64(what)?;
-        let left = self.remaining() as u64;
-        if len > left {
-            return Err(Error::Truncated { what: what.to_owned(), missing: len - left });
+        if len > self.remaining() as u64 {
+            return Err(self.truncated(what, len));
         }
         self.take(len as usize, what)
+    }
+
+    fn truncated(&self, what: &str, expected: u64) -> Error {
+        Error::Truncated {
+            what: what.to_owned(),
+            at: self.position as u64,
+            len: self.bytes.len() as u64,
+            missing: expected - self.remaining() as u64,
+        }
     }
 
     /// A name: a u64 length and as many bytes of text, short and plain enough that an error can repeat it in one line.

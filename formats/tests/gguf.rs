@@ -3,6 +3,7 @@
 
 use formats::gguf::{GgufFile, GgufSet};
 use formats::{Dtype, Error};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -124,20 +125,22 @@ fn trailing_bytes_and_unknown_keys_are_fine() {
 #[test]
 fn lies_are_refused_by_name() {
     let big = |n: u64| n.to_le_bytes();
-    let cases: [(&str, Builder, &[&str]); 26] = [
+    let cases: [(&str, Builder, &[&str]); 28] = [
         ("version 1", Builder { version: 1, ..good() }, &["version 1"]),
         ("big-endian", Builder { version: 3u32.swap_bytes(), ..good() }, &["big-endian"]),
+        ("big-endian 2", Builder { version: 2u32.swap_bytes(), ..good() }, &["big-endian"]),
+        ("version 0", Builder { version: 0, ..good() }, &["version 0 is not known here"]),
         ("version 9", Builder { version: 9, ..good() }, &["version 9"]),
         ("duplicate key", good().key("n", 4, &8u32.to_le_bytes()), &["n:", "twice"]),
         ("line break in a key", good().key("a\nb", 4, &[0; 4]), &["metadata key", "'\\n'"]),
         ("endless key", good().key(&"k".repeat(65_536), 4, &[0; 4]), &["metadata key", "65536 bytes"]),
         ("line break in a name", good().tensor("t\r\n", &[1], 0, 192), &["name of tensor", "'\\r'"]),
         ("value type", good().key("odd", 13, &[0; 16]), &["odd", "13"]),
-        ("string past the end", good().key("s", 8, &big(1 << 63)), &["s:"]),
+        ("string past the end", good().key("s", 8, &big(1 << 63)), &["s, from byte", "truncated"]),
         (
             "array past the end",
             good().key("a", 9, &[&6u32.to_le_bytes()[..], &big(1 << 63)].concat()),
-            &["a:"],
+            &["a, from byte", "truncated or damaged"],
         ),
         (
             "array element type",
@@ -151,7 +154,7 @@ fn lies_are_refused_by_name() {
                 9,
                 &[&9u32.to_le_bytes()[..], &big(1), &4u32.to_le_bytes(), &big(1 << 62)].concat(),
             ),
-            &["a:"],
+            &["a, from byte", "truncated or damaged"],
         ),
         ("alignment 0", good().key("general.alignment", 4, &0u32.to_le_bytes()), &["general.alignment"]),
         ("alignment 12", good().key("general.alignment", 4, &12u32.to_le_bytes()), &["general.alignment"]),
@@ -166,8 +169,8 @@ fn lies_are_refused_by_name() {
         ("product", good().tensor("t", &[1 << 33, 1 << 33], 0, 192), &["tensor t"]),
         (
             "removed type",
-            good().tensor("t", &[32], 36, 192).tensor("u", &[32], 4, 192),
-            &["tensor t", "36", "removed", "2 such"],
+            good().tensor("t", &[32], 36, 192).tensor("u", &[32], 4, 192).tensor("v", &[32], 36, 192),
+            &["tensor t", "36", "removed", "2 such tensors in the file, and 1 of other"],
         ),
         ("foreign type", good().tensor("t", &[32], 139, 192), &["tensor t", "139", "ik_llama"]),
         ("foreign type", good().tensor("t", &[32], 105, 192), &["tensor t", "105"]),
@@ -192,6 +195,32 @@ fn a_tensor_past_the_end_says_how_many_bytes_are_missing() {
     assert!(message.contains("tensor t") && message.contains("420 more bytes"), "{message}");
     let overflow = good().tensor("t", &[1], 0, u64::MAX - 31).error();
     assert!(overflow.contains("tensor t"), "{overflow}");
+}
+
+/// A download that ended early: wherever it did, the line says so, and what was being read.
+#[test]
+fn a_truncated_header_says_that_it_is_truncated() {
+    let whole = good().build();
+    let header = good().parse().unwrap().data_start as usize;
+    for len in 1..header {
+        let Err(error) = GgufFile::parse(whole[..len].to_vec().into()) else {
+            panic!("{len} bytes of {header} are no header")
+        };
+        let message = error.to_string();
+        for said in ["truncated", &format!("the file ends at byte {len}"), "download it again"] {
+            assert!(message.contains(said), "{len}: {message} should say {said}");
+        }
+    }
+    let read = |len: usize| {
+        let message = GgufFile::parse(whole[..len].to_vec().into()).unwrap_err().to_string();
+        message.split(", from byte ").next().unwrap().to_owned()
+    };
+    let read: BTreeSet<String> = (1..header).map(read).collect();
+    for what in
+        ["magic", "version", "tensor count", "metadata key count", "words", "header's entry of tensor b"]
+    {
+        assert!(read.contains(what), "{read:?} should name {what}");
+    }
 }
 
 /// Each fits 64 bits, and their sum does not.

@@ -28,6 +28,12 @@ pub trait Backend: Sized {
     /// [`Error::UnsupportedType`], or the device's refusal.
     fn weight(&self, view: TensorView) -> Result<Self::Weight, Error>;
 
+    /// As [`Backend::weight`], of values that are multiplied by `scales`: one number, or one for each matrix of a stack.
+    ///
+    /// # Errors
+    /// Those of [`Backend::weight`]; [`Error::Scales`] when they are of another number.
+    fn scaled_weight(&self, view: TensorView, scales: &[f32]) -> Result<Self::Weight, Error>;
+
     /// Whether weights of this type stay in their own blocks; others become BF16, which takes more memory and rounds.
     fn keeps(&self, _dtype: Dtype) -> bool {
         true

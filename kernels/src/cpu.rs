@@ -92,6 +92,10 @@ impl Backend for Cpu {
         Weight::new(view)
     }
 
+    fn scaled_weight(&self, view: TensorView, scales: &[f32]) -> Result<Weight, Error> {
+        Weight::scaled(view, scales)
+    }
+
     crate::backend::in_host_memory!();
 
     fn embed(&mut self, table: &Weight, first_row: usize, out: &mut HostBuffer) {

@@ -24,6 +24,14 @@ pub enum Error {
         /// What was given.
         found: String,
     },
+    /// Scales that are not one for each matrix.
+    #[error("{found} scales of a weight, expected {expected}: one for each of its matrices")]
+    Scales {
+        /// The weight's matrices.
+        expected: usize,
+        /// What was given.
+        found: usize,
+    },
     /// An instruction set that was asked for by name.
     #[error("this processor has no {isa} instructions; use `Cpu::new`, which chooses what there is")]
     Isa {

@@ -7,7 +7,7 @@ mod attention;
 mod experts;
 
 use crate::backend::{StepLimits, StepRows};
-use crate::shape::{MlaShape, MoeShape, dims_of};
+use crate::shape::{MlaShape, MoeShape, dims_of, scale_each};
 use crate::step::Step;
 use crate::{Backend, Error, ExpertWeights, HostBuffer};
 use formats::{TensorView, quant};
@@ -93,6 +93,16 @@ impl Backend for Reference {
         let mut values = vec![0.0; dims.iter().product()];
         decode(view.bytes(), &mut values);
         Ok(Weight { dims, values })
+    }
+
+    fn scaled_weight(&self, view: TensorView, scales: &[f32]) -> Result<Weight, Error> {
+        let scales = scale_each(&view, scales)?;
+        let mut weight = self.weight(view)?;
+        let [_, rows, cols] = weight.dims;
+        for (matrix, scale) in weight.values.chunks_exact_mut((rows * cols).max(1)).zip(scales) {
+            matrix.iter_mut().for_each(|value| *value *= scale);
+        }
+        Ok(weight)
     }
 
     crate::backend::in_host_memory!();

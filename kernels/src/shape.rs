@@ -74,6 +74,16 @@ pub struct MoeShape {
     pub router: RouterConfig,
 }
 
+/// One scale for each matrix, from one for all or one for each.
+pub(crate) fn scale_each(view: &TensorView, scales: &[f32]) -> Result<Vec<f32>, Error> {
+    let [experts, ..] = dims_of(view)?;
+    match scales {
+        [scale] if view.shape().dims().len() < 3 => Ok(vec![*scale; experts]),
+        scales if scales.len() == experts => Ok(scales.to_vec()),
+        scales => Err(Error::Scales { expected: experts, found: scales.len() }),
+    }
+}
+
 /// A weight's dimensions as `[experts, rows, cols]`; those that it lacks are 1.
 pub(crate) fn dims_of(view: &TensorView) -> Result<[usize; 3], Error> {
     dims(view.shape())

@@ -9,6 +9,7 @@ use formats::checkpoint::RankShard;
 use formats::config::{FfnConfig, LayerConfig, MoeConfig};
 use formats::manifest::{Shard, TensorEntry};
 use formats::name::{LayerIdx, LayerRole, ModelRole, TensorName};
+use formats::quant;
 use kernels::shape::{MlaShape, MoeShape};
 use kernels::{ExpertWeights, MlpWeights, MoeWeights};
 use std::ops::Range;
@@ -90,13 +91,14 @@ pub enum FfnWeights<W> {
 
 /// Loads a rank's share of the trunk. Indexer and MTP tensors stay in the file: dense attention has no use for them.
 ///
-/// `place` makes a weight of a tensor whose shape is right: it says where the bytes go and what the device refuses.
+/// `place` makes a weight of a tensor whose shape is right, times the scales it is given, of which most tensors have none: it says
+/// where the bytes go and what the device refuses.
 ///
 /// # Errors
 /// [`Error`] naming the file and the tensor.
 pub fn load<W, P>(shard: &RankShard, model: &ModelConfig, place: P) -> Result<Weights<W>, Error>
 where
-    P: Fn(&TensorEntry) -> Result<W, Error>,
+    P: Fn(&TensorEntry, &[f32]) -> Result<W, Error>,
 {
     let loader = Loader { place, shard, model };
     let (embed_tokens, embed_rows) =
@@ -138,7 +140,7 @@ struct Loader<'a, P> {
     model: &'a ModelConfig,
 }
 
-impl<W, P: Fn(&TensorEntry) -> Result<W, Error>> Loader<'_, P> {
+impl<W, P: Fn(&TensorEntry, &[f32]) -> Result<W, Error>> Loader<'_, P> {
     fn vocab_shape(&self) -> [usize; 2] {
         [self.model.vocab_size, self.model.hidden_size]
     }
@@ -295,7 +297,7 @@ impl<W, P: Fn(&TensorEntry) -> Result<W, Error>> Loader<'_, P> {
     fn whole(&self, name: TensorName, shape: &[usize]) -> Result<W, Error> {
         let entry = self.expect_shape(name, shape)?;
         match entry.shard {
-            Shard::Whole(_) => (self.place)(entry),
+            Shard::Whole(_) => self.place(entry),
             Shard::Cut { axis, .. } => {
                 Err(self.mismatch(name, "a replicated tensor", &format!("a cut along axis {axis}")))
             }
@@ -312,7 +314,15 @@ impl<W, P: Fn(&TensorEntry) -> Result<W, Error>> Loader<'_, P> {
                 return Err(self.mismatch(name, &format!("a cut along axis {axis}"), &format!("{other:?}")));
             }
         };
-        Ok(((self.place)(entry)?, range))
+        Ok((self.place(entry)?, range))
+    }
+
+    fn place(&self, entry: &TensorEntry) -> Result<W, Error> {
+        let Some(name) = &entry.scale else { return (self.place)(entry, &[]) };
+        let scale = self.shard.entry(name).expect("a manifest that was checked has the scales that it names");
+        let mut scales = vec![0.0; scale.shape.elements() as usize];
+        quant::decode(scale.dtype, self.shard.view(scale)?.bytes(), &mut scales)?;
+        (self.place)(entry, &scales)
     }
 
     fn expect_shape(&self, name: TensorName, shape: &[usize]) -> Result<&TensorEntry, Error> {

@@ -308,9 +308,13 @@ fn on_host<B: Backend<Buffer = HostBuffer>>(
     config: &ModelConfig,
     limits: StepLimits,
 ) -> Result<Model<B, Local>, Error> {
-    let weights = load(shard, config, |entry| {
+    let weights = load(shard, config, |entry, scales| {
         let view = shard.view(entry)?;
-        backend.weight(view).map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
+        let placed = match scales {
+            [] => backend.weight(view),
+            scales => backend.scaled_weight(view, scales),
+        };
+        placed.map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
     })?;
     Model::new(backend, communicator, weights, config, limits)
 }
@@ -344,20 +348,23 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     );
     let converted = RefCell::new(BTreeMap::<Dtype, (usize, u64)>::new());
     let data_start = shard.manifest().data_start;
-    let weights = load(shard, config, |entry| {
+    let weights = load(shard, config, |entry, scales| {
         let view = shard.arranged(entry)?;
-        if !backend.keeps(entry.dtype) && entry.shape.dims().len() > 1 {
+        if (!backend.keeps(entry.dtype) || !scales.is_empty()) && entry.shape.dims().len() > 1 {
             let mut converted = converted.borrow_mut();
             let (tensors, more) = converted.entry(entry.dtype).or_default();
             *tensors += 1;
             *more += 2 * entry.shape.elements();
         }
-        let placed = backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view, tiling(entry));
+        let placed = match scales {
+            [] => backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view, tiling(entry)),
+            scales => backend.scaled_weight(view, scales),
+        };
         placed.map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
     })?;
     for (dtype, (tensors, more)) in converted.into_inner() {
         tracing::warn!(
-            "{}: {tensors} tensors of type {dtype} have no kernel on a GPU and were decoded to BF16: {more} more bytes of memory, {} bits to read for each weight instead of {:.1}",
+            "{}: {tensors} tensors of type {dtype} have no kernel on a GPU, or none with scales of their own, and were decoded to BF16: {more} more bytes of memory, {} bits to read for each weight instead of {:.1}",
             shard.path().display(),
             16,
             dtype.block_bytes() as f64 * 8.0 / dtype.block_len() as f64,

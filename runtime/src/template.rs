@@ -9,7 +9,7 @@ mod python;
 
 use crate::Error;
 use crate::tokenizer::{EncodeError, Part, Tokenizer};
-use formats::manifest::MAX_TEMPLATE_BYTES;
+use formats::template::check_size;
 use guard::Guard;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
@@ -86,12 +86,8 @@ impl ChatTemplate {
 
     /// Compiles a template; an error is one line.
     fn parse(source: String) -> Result<Self, String> {
-        if source.len() > MAX_TEMPLATE_BYTES {
-            return Err(format!(
-                "expected a template of at most {MAX_TEMPLATE_BYTES} bytes, found {}",
-                source.len()
-            ));
-        }
+        check_size(&source)
+            .map_err(|why| format!("expected a chat template that can be taken apart, found one {why}"))?;
         on_a_deep_stack(|| Self::compile(source)).unwrap_or_else(Err)
     }
 

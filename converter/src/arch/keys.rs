@@ -166,7 +166,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    fn value(&self, key: &str) -> Option<&'a Value> {
+    pub(super) fn value(&self, key: &str) -> Option<&'a Value> {
         self.metadata.value(&self.full(key))
     }
 

@@ -99,7 +99,7 @@ pub(super) fn run(work: &Work<'_>, name: &'static str, control: &Control) -> Res
     let results = control.run(&jobs, |memory: &mut Memory, job| match *job {
         Job::Source { part, chunk } => {
             let part = &set.parts()[part];
-            let chunk = chunks::hash(&part.path, chunk, part.file.len(), &stage, &mut memory.piece)?;
+            let chunk = chunks::hash_mapped(&part.path, part.file.bytes(), chunk, &stage, &mut memory.piece)?;
             Ok(ChunkDigests { chunk, tensors: Vec::new() })
         }
         Job::Rank { rank, chunk } => {

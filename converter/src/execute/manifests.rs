@@ -108,6 +108,7 @@ pub(super) fn rank_manifest(plan: &Plan, rank: usize, digests: &[ChunkDigests]) 
             bytes: (placed.bytes.start, placed.bytes.end),
             transform: tensor.transform.kind(),
             source: tensor.transform.sources().into_iter().map(|source| source.name.clone()).collect(),
+            scale: tensor.scale.clone(),
             blake3: own.get(&index).copied(),
         }
     });

@@ -1,7 +1,7 @@
 //! Native checkpoints.
 
 use super::gguf::pairs;
-use super::{Inspection, native_name, similar};
+use super::{Inspection, of_tensor};
 use crate::Error;
 use crate::error::human_bytes;
 use crate::plan::{stored, words};
@@ -120,16 +120,15 @@ fn whole(dir: &Path, manifest: &Manifest, ranks: &[RankManifest]) -> Inspection 
 }
 
 fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Error> {
-    let native = native_name(name);
-    let Some(entry) = ranks[0].tensor(&native) else {
-        let names = ranks[0].tensors.iter().map(|t| t.name.clone());
-        return Err(Error::NoSuchTensor {
-            path: dir.to_owned(),
-            name: name.to_owned(),
-            similar: similar(name, names),
-        });
-    };
-    let report = tensor_report(entry, ranks);
+    let names = ranks[0].tensors.iter().map(|t| t.name.clone());
+    of_tensor(dir, name, names, |native| {
+        let entry = ranks[0].tensor(native)?;
+        let report = tensor_report(entry, ranks);
+        Some((details(entry, &report), report))
+    })
+}
+
+fn details(entry: &TensorEntry, report: &TensorReport<'_>) -> String {
     let mut text = pairs(&[
         ("native name", entry.name.clone()),
         ("GGUF name", report.gguf.clone().unwrap_or_default()),
@@ -156,7 +155,7 @@ fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Err
         &[("rank", Right), ("part", Left), ("shape", Left), ("bytes of the file", Left)],
         &rows,
     ));
-    Ok(Inspection::new(text, &report))
+    text
 }
 
 fn tensor_report<'a>(entry: &'a TensorEntry, ranks: &'a [RankManifest]) -> TensorReport<'a> {

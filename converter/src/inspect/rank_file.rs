@@ -1,7 +1,7 @@
 //! One rank file, or any other safetensors file, by its own header.
 
 use super::gguf::pairs;
-use super::{Inspection, native_name, similar};
+use super::{Inspection, of_tensor};
 use crate::Error;
 use crate::error::human_bytes;
 use crate::table::{Align, table};
@@ -51,18 +51,17 @@ pub(super) fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, E
     let Some(name) = tensor else {
         return Ok(Inspection::new(text(&report), &report));
     };
-    let native = native_name(name);
-    let Some(found) = report.tensors.iter().find(|t| t.name == native) else {
-        let names = report.tensors.iter().map(|t| t.name.clone());
-        return Err(Error::NoSuchTensor {
-            path: path.to_owned(),
-            name: name.to_owned(),
-            similar: similar(name, names),
-        });
-    };
-    let text = pairs(&[
+    let names = report.tensors.iter().map(|t| t.name.clone());
+    of_tensor(path, name, names, |native| {
+        let found = report.tensors.iter().find(|t| t.name == native)?;
+        Some((details(&report, found), found.clone()))
+    })
+}
+
+fn details(report: &Report, found: &TensorReport) -> String {
+    pairs(&[
         ("file", report.path.clone()),
-        ("rank", rank(&report)),
+        ("rank", rank(report)),
         ("native name", found.name.clone()),
         ("GGUF name", TensorName::from_native(&found.name).map(TensorName::gguf).unwrap_or_default()),
         ("type", typed(found)),
@@ -76,8 +75,7 @@ pub(super) fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, E
                 human_bytes(found.bytes.1.saturating_sub(found.bytes.0))
             ),
         ),
-    ]);
-    Ok(Inspection::new(text, found))
+    ])
 }
 
 fn read(path: &Path) -> Result<Report, Error> {

@@ -78,11 +78,14 @@ impl Group {
     /// `trunk`: number of layers before those of multi-token prediction.
     fn of(name: TensorName, trunk: usize) -> Self {
         use LayerRole as R;
-        match name {
+        match name.scaled().unwrap_or(name) {
             TensorName::Model(ModelRole::EmbedTokens) => Self::Embeddings,
             TensorName::Model(ModelRole::Norm) => Self::RouterAndNorms,
             TensorName::Model(ModelRole::LmHead) => Self::LmHead,
             TensorName::Layer(LayerIdx(layer), _) if layer >= trunk => Self::Mtp,
+            TensorName::ModelScale(_) | TensorName::LayerScale(..) => {
+                unreachable!("what is scaled is no scale")
+            }
             TensorName::Layer(_, role) => match role {
                 R::KvBProj | R::AttnKB | R::AttnVB => Self::KvB,
                 R::QProj | R::QAProj | R::QBProj | R::KvAProjWithMqa | R::OProj => Self::Attention,

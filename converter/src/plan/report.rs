@@ -6,7 +6,7 @@ use crate::table::{Align, table};
 use crate::work::MAX_THREADS;
 use formats::layout::{Layout, mma16};
 use formats::manifest::{ExpertCut, Shard, Skipped, TransformKind, rank_file_name};
-use formats::{Dtype, ModelConfig, Shape, TensorName};
+use formats::{Dtype, ModelConfig, Shape};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -195,6 +195,7 @@ impl Plan {
             ),
             (count(&|r| r == NoTiles::Parts), "whose parts are no whole tiles on every rank".to_owned()),
             (count(&|r| r == NoTiles::LookedUp), "whose rows are looked up".to_owned()),
+            (count(&|r| r == NoTiles::Scaled), "which are multiplied by a scale of their own".to_owned()),
             (count(&|r| r == NoTiles::Computed), "in the precision that they need".to_owned()),
         ];
         let tiled = reasons.iter().filter(|reason| reason.is_none()).count();
@@ -329,9 +330,10 @@ pub(super) fn some_names(names: &[&str]) -> String {
 
 /// The native name with the layer's number left out.
 fn role(tensor: &Planned) -> String {
-    match tensor.role {
-        TensorName::Model(_) => tensor.name.clone(),
-        TensorName::Layer(_, role) => format!("...{}", role.native().unwrap_or_default()),
+    match tensor.role.layer() {
+        None => tensor.name.clone(),
+        // model.layers.N.
+        Some(_) => format!("...{}", tensor.name.splitn(4, '.').last().unwrap_or_default()),
     }
 }
 

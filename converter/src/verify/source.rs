@@ -2,9 +2,9 @@
 
 use super::{SourceReport, source_names};
 use crate::origin::TOOL;
-use crate::plan::{Options, Plan, UnknownTensors, WeightLayout};
+use crate::plan::{Options, Plan, Planned, UnknownTensors, WeightLayout, words};
 use crate::side_files::side_files;
-use crate::{Error, arch};
+use crate::{Error, arch, native};
 use formats::checkpoint::RankShard;
 use formats::config::AttentionConfig;
 use formats::gguf::GgufSet;
@@ -13,7 +13,7 @@ use formats::manifest::{Manifest, Shard, Skipped, TensorEntry, TransformKind};
 use formats::name::LayerRole;
 use formats::{Digest, Shape, Shown, TensorName, TensorView, quant};
 use half::bf16;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Rows of a tensor that one job compares: about this many bytes.
 const PIECE_BYTES: u64 = 32 << 20;
@@ -87,7 +87,14 @@ impl<'a> Comparison<'a> {
             }
         }
         comparison.check_all_used(&used);
-        comparison.check_skipped();
+        match comparison.plan(shards) {
+            Ok(plan) => {
+                comparison.check_skipped(&plan.skipped);
+                comparison.check_entries(&plan, shards);
+            }
+            Err(e) => comparison.failures.push(e.to_string()),
+        }
+        comparison.check_tool();
         comparison.check_side_files();
         comparison
     }
@@ -139,19 +146,76 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    /// What is listed as skipped is what a conversion leaves out, with its reasons, and nothing else.
-    fn check_skipped(&mut self) {
-        // Neither depends on the number of ranks.
+    /// What a conversion of the source with the checkpoint's own options does.
+    fn plan(&self, shards: &[&RankShard]) -> Result<Plan, Error> {
+        let tiles =
+            shards.iter().flat_map(|shard| &shard.manifest().tensors).any(|t| t.layout == Layout::Mma16);
         let options = Options {
-            ranks: 1,
+            ranks: self.manifest.ranks,
             experts: self.manifest.experts,
             unknown: UnknownTensors::Skip,
-            layout: WeightLayout::Ggml,
+            layout: if tiles { WeightLayout::Mma16 } else { WeightLayout::Ggml },
         };
-        let expected = match Plan::new(self.set, options) {
-            Ok(plan) => plan.skipped,
-            Err(e) => return self.failures.push(e.to_string()),
+        Plan::new(self.set, options)
+    }
+
+    /// Manifests say of every tensor what it was made from and how. Bytes alone do not tell: those of an F32 tensor are the same
+    /// copied and dequantised.
+    fn check_entries(&mut self, plan: &Plan, shards: &[&RankShard]) {
+        let planned: HashMap<&str, &Planned> =
+            plan.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
+        for shard in shards {
+            let manifest = shard.manifest();
+            for entry in &manifest.tensors {
+                // What the model has no use for was told of by name.
+                let Some(planned) = planned.get(entry.name.as_str()) else { continue };
+                let sources = planned.transform.sources().into_iter().map(|source| source.name.as_str());
+                let differs = |field: &str, expected: String, found: String| {
+                    (expected != found).then(|| {
+                        format!(
+                            "rank {}: tensor {}: {field}: expected {expected}, found {}; convert the model again",
+                            manifest.rank,
+                            entry.name,
+                            Shown(&found)
+                        )
+                    })
+                };
+                let faults = [
+                    differs("source", sources.collect::<Vec<_>>().join(" and "), entry.source.join(" and ")),
+                    differs(
+                        "transform",
+                        words(planned.transform.kind()).to_owned(),
+                        words(entry.transform).to_owned(),
+                    ),
+                    differs(
+                        "scale",
+                        planned.scale.clone().unwrap_or_default(),
+                        entry.scale.clone().unwrap_or_default(),
+                    ),
+                    differs("layout", planned.layout.name().to_owned(), entry.layout.name().to_owned()),
+                ];
+                self.failures.extend(faults.into_iter().flatten());
+            }
+        }
+    }
+
+    /// A checkpoint may be of another version of this program, of another program it is not.
+    fn check_tool(&mut self) {
+        let tool = &self.manifest.tool;
+        let version = TOOL.split_once(' ').and_then(|(name, _)| tool.strip_prefix(name)?.strip_prefix(' '));
+        let numbers = |version: &str| {
+            version.split('.').count() == 3 && version.split('.').all(|n| n.parse::<u32>().is_ok())
         };
+        if !version.is_some_and(numbers) {
+            self.failures.push(format!(
+                "checkpoint.json: tool: expected {TOOL} or another version of it, found {}; convert the model again",
+                Shown(tool)
+            ));
+        }
+    }
+
+    /// What is listed as skipped is what a conversion leaves out, with its reasons, and nothing else.
+    fn check_skipped(&mut self, expected: &[Skipped]) {
         // Another version may have other words for its reasons.
         let same = |a: &Skipped, b: &Skipped| {
             a.tensor == b.tensor && (a.reason == b.reason || !self.is_of_this_version())
@@ -237,7 +301,7 @@ impl<'a> Comparison<'a> {
         };
         let sister = |role| match name {
             TensorName::Layer(layer, _) => TensorName::Layer(layer, role),
-            TensorName::Model(_) => name,
+            _ => name,
         };
         let missing = || format!("the source has no {}", name.gguf());
         let width = entry.full_shape.dims().get(1).copied().unwrap_or(0);
@@ -265,6 +329,12 @@ impl<'a> Comparison<'a> {
                         }
                     }
                 }
+            }
+            TensorName::ModelScale(_) | TensorName::LayerScale(..) => {
+                // The scale of a fused tensor is that of both its halves.
+                let source = native::scale_source(name, |name| self.set.info(name).is_some());
+                let source = TensorName::from_gguf(&source).and_then(&mut view);
+                Origin::Same(source.ok_or_else(missing)?)
             }
             _ => Origin::Same(view(name).ok_or_else(missing)?),
         };

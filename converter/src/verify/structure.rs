@@ -144,7 +144,11 @@ fn model_failures(manifest: &Manifest, ranks: &[HashMap<&str, &TensorEntry>]) ->
     }
     // Layers beyond the model's are listed already.
     let layers = manifest.model.all_layers().count();
-    let beyond = |name| matches!(TensorName::from_native(name), Some(TensorName::Layer(LayerIdx(layer), _)) if layer >= layers);
+    let beyond = |name| {
+        TensorName::from_native(name)
+            .and_then(TensorName::layer)
+            .is_some_and(|LayerIdx(layer)| layer >= layers)
+    };
     let mut unknown: Vec<&str> =
         ranks[0].keys().copied().filter(|&name| !listed.contains(name) && !beyond(name)).collect();
     unknown.sort_unstable();

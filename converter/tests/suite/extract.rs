@@ -177,8 +177,15 @@ fn inspect_says_the_same_of_a_tensor_wherever_it_lies() {
         for path in [dir.clone(), dir.join("rank-2-of-4.safetensors")] {
             let found = inspect(&path, Some(half)).unwrap().json;
             assert_eq!(found["name"], "model.layers.1.self_attn.kv_b_proj.weight", "{half}");
-            let said = inspect(&path, Some("blk.1.ffn_gate_up_exps.weight")).unwrap_err().to_string();
-            assert!(said.contains("experts.gate_proj") && said.contains("experts.up_proj"), "{said}");
+            let fused = inspect(&path, Some("blk.1.ffn_gate_up_exps.weight")).unwrap();
+            for (i, name) in ["gate", "up"].iter().enumerate() {
+                let native = format!("model.layers.1.mlp.experts.{name}_proj.weight");
+                let alone = inspect(&path, Some(&native)).unwrap();
+                assert_eq!(fused.json["tensors"][i], alone.json);
+                assert!(fused.text.contains(&alone.text), "{}", fused.text);
+            }
+            let said = inspect(&path, Some("blk.0.ffn_gate_up_exps.weight")).unwrap_err().to_string();
+            assert!(said.contains("no tensor is called blk.0.ffn_gate_up_exps.weight"), "{said}");
         }
     }
     let rank_file = inspect(&dir.join("rank-2-of-4.safetensors"), None).unwrap();

@@ -34,17 +34,18 @@ pub(crate) struct Gguf {
 
 pub(crate) const F32: u32 = 0;
 pub(crate) const Q8_0: u32 = 8;
+pub(crate) const NVFP4: u32 = 40;
 
 /// Dimensions of the models made here.
-pub(crate) const HIDDEN: u64 = 32;
+pub(crate) const HIDDEN: u64 = 64;
 pub(crate) const HEADS: u64 = 2;
 pub(crate) const NOPE: u64 = 32;
 pub(crate) const ROPE: u64 = 16;
 pub(crate) const V: u64 = 32;
 pub(crate) const KV_LORA: u64 = 32;
-pub(crate) const Q_LORA: u64 = 32;
+pub(crate) const Q_LORA: u64 = 64;
 pub(crate) const EXPERTS: u64 = 4;
-pub(crate) const FE: u64 = 32;
+pub(crate) const FE: u64 = 128;
 pub(crate) const F: u64 = 64;
 pub(crate) const INDEX_HEADS: u64 = 2;
 pub(crate) const INDEX_DIM: u64 = 64;
@@ -203,6 +204,16 @@ impl Gguf {
         let elements = ne.iter().product::<u64>() as usize;
         let data = match id {
             F32 => (0..elements).flat_map(|_| (f32::from(next()) / 256.0 - 0.5).to_le_bytes()).collect(),
+            // Four scales as UE4M3, around 1/8, then 64 values.
+            NVFP4 => (0..elements / 64)
+                .flat_map(|_| {
+                    let scales: Vec<u8> = (0..4).map(|_| 0x20 + next() % 16).collect();
+                    scales
+                        .into_iter()
+                        .chain((0..32).map(|_| next()).collect::<Vec<u8>>())
+                        .collect::<Vec<u8>>()
+                })
+                .collect(),
             // The scale as f16, then 32 values.
             _ => (0..elements / 32)
                 .flat_map(|_| {
@@ -223,6 +234,16 @@ impl Gguf {
 
     pub(crate) fn tensor(&mut self, name: &str) -> &mut Tensor {
         self.tensors.iter_mut().find(|t| t.name == name).unwrap()
+    }
+
+    /// Makes a weight one of NVFP4 with scales beside it: one, or one for each expert.
+    pub(crate) fn scale(&mut self, base: &str, scales: &[f32]) {
+        let weight = format!("{base}.weight");
+        let ne = self.tensor(&weight).ne.clone();
+        self.remove(&weight);
+        self.put(&weight, &ne, NVFP4);
+        let (name, data) = (format!("{base}.scale"), scales.iter().flat_map(|x| x.to_le_bytes()).collect());
+        self.tensors.push(Tensor { name, ne: vec![scales.len() as u64], id: F32, data });
     }
 
     pub(crate) fn write(&self, dir: &Path) -> PathBuf {

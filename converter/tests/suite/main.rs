@@ -13,5 +13,6 @@ mod page;
 mod reference;
 mod resume;
 mod rules;
+mod scales;
 mod tokenizer;
 mod verify;

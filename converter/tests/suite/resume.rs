@@ -8,6 +8,7 @@ use converter::{Unfinished, execute};
 use formats::checkpoint::Checkpoint;
 use formats::gguf::GgufSet;
 use serde_json::Value;
+use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -231,7 +232,7 @@ fn a_source_that_changes_meanwhile_becomes_nothing() {
         let rank = execute::convert_ranks(&set, &plan, &[1], &apart, Unfinished::Refuse, &control());
         for error in [whole.unwrap_err(), rank.unwrap_err()] {
             let said = error.to_string();
-            assert!(said.contains("model.gguf: the source was written to") && !said.contains('\n'), "{said}");
+            assert!(said.contains("model.gguf: it was written to") && !said.contains('\n'), "{said}");
             assert_eq!(error.exit_code(), 2);
         }
         assert!(contents(&apart) == there, "{:?}", contents(&apart).keys());
@@ -245,7 +246,7 @@ fn a_source_that_changes_meanwhile_becomes_nothing() {
         let files = side_files(&set).unwrap();
         change();
         let said = execute::finish(&set, &plan, &files, &apart, &control()).unwrap_err().to_string();
-        assert!(said.contains("model.gguf: the source was written to"), "{said}");
+        assert!(said.contains("model.gguf: it was written to"), "{said}");
         assert!(Checkpoint::open(&apart).is_err());
     }
     done(shardmill(&["finish".as_ref(), gguf.as_os_str(), apart.as_os_str()]).args(["--ranks", "2"]));
@@ -264,12 +265,52 @@ fn a_source_that_becomes_shorter_is_one_line() {
         .env("LD_PRELOAD", library())
         .env("FAULT_IN", partial.join("rank-3-of-20.safetensors"))
         .env("FAULT_DO", "shrink")
-        .env("FAULT_SHRINK", &gguf)
+        .env("FAULT_FILE", &gguf)
         // The first call makes the file.
         .env("FAULT_AT", "2");
     let said = refused(&mut command, 2);
     assert!(said.contains("became shorter"), "{said}");
     assert!(Checkpoint::open(&partial).is_err() && !out.exists());
+}
+
+/// What was read of a source before and after somebody wrote to it is of two sources: nothing that was found of it holds.
+#[test]
+fn verify_and_extract_look_again_at_what_they_read() {
+    let temp = TempDir::new().unwrap();
+    let (gguf, dir, one) = (temp.path().join("model.gguf"), temp.path().join("dir"), temp.path().join("one"));
+    std::fs::copy(bundled().gguf, &gguf).unwrap();
+    done(&mut converting(&gguf, &dir, &["--ranks", "2"]));
+    let rank_file = dir.join("rank-0-of-2.safetensors");
+    let touching = |arguments: &[&OsStr], file: &Path, during: &Path| {
+        let mut command = shardmill(arguments);
+        command
+            .env("LD_PRELOAD", library())
+            .env("FAULT_IN", during)
+            .env("FAULT_DO", "touch")
+            .env("FAULT_FILE", file)
+            .env("FAULT_AT", "2");
+        command
+    };
+    let verify =
+        [OsStr::new("verify"), dir.as_os_str(), "--source".as_ref(), gguf.as_os_str(), "-q".as_ref()];
+    let said = refused(&mut touching(&verify, &gguf, &rank_file), 2);
+    assert!(said.contains("model.gguf: it was written to"), "{said}");
+    assert!(shardmill(&verify).output().unwrap().status.success());
+    let partial = temp.path().join("one.partial");
+    for (input, file) in [(&gguf, &gguf), (&dir, &rank_file)] {
+        let name = OsStr::new("blk.1.ffn_down_exps.weight");
+        let extract: [&OsStr; 6] = [
+            "extract".as_ref(),
+            input.as_os_str(),
+            "--tensor".as_ref(),
+            name,
+            "--out".as_ref(),
+            one.as_os_str(),
+        ];
+        let said = refused(&mut touching(&extract, file, &partial), 2);
+        assert!(said.contains("it was written to") && said.contains(&*file.to_string_lossy()), "{said}");
+        assert!(!one.exists() && !partial.exists());
+    }
 }
 
 /// Of two runs that make the same rank the second to finish finds the first one's, and leaves it alone.

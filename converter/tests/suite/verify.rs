@@ -3,7 +3,7 @@
 use crate::files::{bundled, control, convert, convert_with, options, shardmill};
 use converter::verify::{Report, verify};
 use formats::checkpoint::Checkpoint;
-use formats::manifest::{Layout, Manifest, RankManifest, Shard, Skipped};
+use formats::manifest::{Layout, Manifest, RankManifest, Shard, Skipped, TensorEntry, TransformKind};
 use formats::{Digest, digest};
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
@@ -255,6 +255,38 @@ fn the_source_finds_files_and_skipped_tensors_that_are_not_its_own() {
         }
         assert!(report.failures.len() <= 5, "{:?}", report.failures);
     }
+}
+
+/// What a manifest says of where its tensors come from, edited by hand and signed again.
+#[test]
+fn the_source_finds_manifests_that_tell_another_story() {
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 2);
+    let gguf = bundled().gguf;
+    assert!(verify(&dir, Some(&gguf), &control()).unwrap().ok);
+    let norm = "model.layers.1.input_layernorm.weight";
+    let edit = |manifest: &mut RankManifest, change: fn(&mut TensorEntry)| {
+        change(manifest.tensors.iter_mut().find(|t| t.name == norm).unwrap());
+    };
+    let found = |names: &[&str]| {
+        let failures = verify(&dir, Some(&gguf), &control()).unwrap().failures;
+        let named = |f: &&String| names.iter().all(|name| f.contains(name));
+        assert_eq!(failures.iter().filter(named).count(), 1, "{failures:?} should name {names:?}");
+    };
+    rewrite(&dir, 1, |m| edit(m, |entry| entry.source = vec!["blk.1.attn\n_norm".to_owned()]));
+    found(&["rank 1", norm, "source: expected blk.1.attn_norm.weight, found blk.1.attn\\n_norm"]);
+    rewrite(&dir, 1, |m| edit(m, |entry| entry.source.clear()));
+    found(&["rank 1", norm, "source"]);
+    // The source has F32 there, so that its bytes are the same either way.
+    rewrite(&dir, 0, |m| edit(m, |entry| entry.transform = TransformKind::Copy));
+    found(&["rank 0", norm, "transform: expected dequantize, found copy"]);
+    for tool in ["shardmill", "shardmill 1", "shardmill 0.1.x", "another 0.1.0"] {
+        rewrite_top(&dir, |top| top.tool = tool.to_owned());
+        found(&["checkpoint.json: tool", &format!("found {tool};")]);
+    }
+    rewrite_top(&dir, |top| top.tool = "shardmill 0.0.9".to_owned());
+    let failures = verify(&dir, Some(&gguf), &control()).unwrap().failures;
+    assert!(!failures.iter().any(|f| f.contains("tool")), "{failures:?}");
 }
 
 #[test]

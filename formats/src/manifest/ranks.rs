@@ -30,7 +30,7 @@ impl Manifest {
         let mut faults = Vec::new();
         let layers = self.model.all_layers().count();
         for entry in &first.tensors {
-            if let Some(TensorName::Layer(LayerIdx(layer), _)) = TensorName::from_native(&entry.name)
+            if let Some(LayerIdx(layer)) = TensorName::from_native(&entry.name).and_then(TensorName::layer)
                 && layer >= layers
             {
                 let what = format!("tensor {}", entry.name);
@@ -76,11 +76,18 @@ impl TensorEntry {
             };
             let made = |entry: &Self| {
                 let layout = String::from(entry.layout.clone());
-                let Self { dtype, full_shape, transform, source, .. } = entry;
-                format!("{dtype} {full_shape} in layout {layout}, {transform:?} of {}", source.join(" and "))
+                let Self { dtype, full_shape, transform, source, scale, .. } = entry;
+                let times = scale.as_ref().map_or_else(String::new, |scale| format!(" times {scale}"));
+                format!(
+                    "{dtype} {full_shape} in layout {layout}, {transform:?} of {}{times}",
+                    source.join(" and ")
+                )
             };
-            let same = (part.dtype, &part.full_shape, part.transform, &part.source, &part.layout)
-                == (self.dtype, &self.full_shape, self.transform, &self.source, &self.layout);
+            let told = |entry: &'a Self| {
+                let Self { full_shape, transform, source, layout, scale, .. } = entry;
+                (entry.dtype, full_shape, *transform, source, layout, scale)
+            };
+            let same = told(part) == told(self);
             if !same {
                 return Some(fault(of_rank(rank), format!("{}, as on rank 0", made(self)), made(part)));
             }

@@ -2,7 +2,7 @@
 
 use super::isa::{Kernel, Proven, Vector};
 use crate::Error;
-use crate::shape::dims_of;
+use crate::shape::{dims_of, scale_each};
 use formats::TensorView;
 use formats::quant::{Block, ForBlock, dispatch};
 use std::marker::PhantomData;
@@ -15,6 +15,8 @@ pub struct Weight {
     /// Rows of a matrix, of each one in a stack; 1 for a vector.
     pub(super) rows: usize,
     pub(super) cols: usize,
+    /// What each matrix is multiplied by; empty: nothing.
+    scales: Vec<f32>,
 }
 
 /// Decodes whole blocks with a given instruction set.
@@ -25,15 +27,24 @@ impl Weight {
     pub(super) fn new(view: TensorView) -> Result<Self, Error> {
         let [_, rows, cols] = dims_of(&view)?;
         let decode = dispatch(view.dtype(), Compile).ok_or(Error::UnsupportedType { dtype: view.dtype() })?;
-        Ok(Self { view, decode, rows, cols })
+        Ok(Self { view, decode, rows, cols, scales: Vec::new() })
+    }
+
+    pub(super) fn scaled(view: TensorView, scales: &[f32]) -> Result<Self, Error> {
+        let scales = scale_each(&view, scales)?;
+        Ok(Self { scales, ..Self::new(view)? })
     }
 
     /// Decodes `columns` of row `row` of the matrix or, counted through, the stack; they begin and end at blocks.
     pub(super) fn decode(&self, isa: Proven, row: usize, columns: Range<usize>, out: &mut [f32]) {
         let dtype = self.view.dtype();
         let bytes_of = |elements: usize| elements / dtype.block_len() * dtype.block_bytes();
-        let row = &self.view.bytes()[row * bytes_of(self.cols)..][..bytes_of(self.cols)];
-        (self.decode.0)(isa, &row[bytes_of(columns.start)..bytes_of(columns.end)], out);
+        let bytes = &self.view.bytes()[row * bytes_of(self.cols)..][..bytes_of(self.cols)];
+        (self.decode.0)(isa, &bytes[bytes_of(columns.start)..bytes_of(columns.end)], out);
+        if !self.scales.is_empty() {
+            let scale = self.scales[row / self.rows];
+            out.iter_mut().for_each(|value| *value *= scale);
+        }
     }
 }
 

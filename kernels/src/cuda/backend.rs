@@ -22,6 +22,12 @@ impl Backend for Cuda {
         self.tiled_weight(&view, Tiling::Rows)
     }
 
+    fn scaled_weight(&self, view: TensorView, scales: &[f32]) -> Result<Weight, Error> {
+        let weight = Weight::scaled(&self.stream, &view, scales)?;
+        self.prepare(weight.form)?;
+        Ok(weight)
+    }
+
     fn keeps(&self, dtype: Dtype) -> bool {
         storage(dtype, false) == Storage::Own
     }

@@ -3,7 +3,7 @@
 use super::compile::{Form, Tiling, WEIGHT_TYPES};
 use super::driver::{Cost, Memory, Stream};
 use crate::Error;
-use crate::shape::{dims, dims_of};
+use crate::shape::{dims, dims_of, scale_each};
 use formats::{Dtype, Shape, TensorView, quant};
 use std::sync::Arc;
 
@@ -77,13 +77,28 @@ impl Weight {
         let [experts, rows, cols] = dims_of(view)?;
         let (dtype, converted) = match storage(view.dtype(), view.shape().dims().len() == 1) {
             Storage::Own => (view.dtype(), None),
-            Storage::As(to) => (to, Some(convert(view, to)?)),
+            Storage::As(to) => (to, Some(convert(view, to, &vec![1.0; experts])?)),
         };
         let bytes: &[u8] = converted.as_deref().unwrap_or(view.bytes());
         let memory = Arc::new(Memory::new(stream.device(), bytes.len(), "a weight")?);
         stream.write(&memory, 0, bytes);
         let (form, address) = (Form { dtype, tiling }, memory.address());
         Ok(Self { form, experts, rows, cols, address, largest: largest(view), _memory: memory })
+    }
+
+    /// Copies rows of blocks into memory of its own as BF16, or F32 where they are vectors or F32 already, each matrix multiplied by
+    /// its scale: no kernel takes scales of its own.
+    pub(super) fn scaled(stream: &Stream, view: &TensorView, scales: &[f32]) -> Result<Self, Error> {
+        let [experts, rows, cols] = dims_of(view)?;
+        let scales = scale_each(view, scales)?;
+        let is_vector = view.shape().dims().len() == 1;
+        let dtype = if is_vector || view.dtype() == Dtype::F32 { Dtype::F32 } else { Dtype::BF16 };
+        let bytes = convert(view, dtype, &scales)?;
+        let memory = Arc::new(Memory::new(stream.device(), bytes.len(), "a weight")?);
+        stream.write(&memory, 0, &bytes);
+        let form = Form { dtype, tiling: Tiling::Rows };
+        let largest = largest(view) * scales.first().map_or(1.0, |scale| scale.abs());
+        Ok(Self { form, experts, rows, cols, address: memory.address(), largest, _memory: memory })
     }
 
     /// A weight that was made on the device: `memory` holds it, in a type with kernels.
@@ -115,8 +130,8 @@ fn largest(view: &TensorView) -> f32 {
     values.iter().fold(0.0, |largest, value| value.abs().max(largest))
 }
 
-/// All values as F32 or BF16, the latter rounded to nearest, ties to even.
-fn convert(view: &TensorView, to: Dtype) -> Result<Vec<u8>, Error> {
+/// All values, each matrix times its scale, as F32 or BF16, the latter rounded to nearest, ties to even.
+fn convert(view: &TensorView, to: Dtype, scales: &[f32]) -> Result<Vec<u8>, Error> {
     let dtype = view.dtype();
     let decode = quant::decoder(dtype).ok_or(Error::UnsupportedType { dtype })?;
     // A piece at a time: a whole stack of experts as F32 would be several times its own size.
@@ -125,12 +140,16 @@ fn convert(view: &TensorView, to: Dtype) -> Result<Vec<u8>, Error> {
     let blocks = PIECE / len;
     let mut values = vec![0.0; blocks * len];
     let mut out = Vec::with_capacity(view.shape().elements() as usize * to.block_bytes());
-    for piece in view.bytes().chunks(blocks * bytes) {
-        let values = &mut values[..piece.len() / bytes * len];
-        decode(piece, values);
-        match to {
-            Dtype::F32 => out.extend(values.iter().flat_map(|value| value.to_le_bytes())),
-            _ => out.extend(values.iter().flat_map(|&value| bf16(value).to_le_bytes())),
+    let matrix_bytes = (view.bytes().len() / scales.len().max(1)).max(1);
+    for (matrix, &scale) in view.bytes().chunks(matrix_bytes).zip(scales) {
+        for piece in matrix.chunks(blocks * bytes) {
+            let values = &mut values[..piece.len() / bytes * len];
+            decode(piece, values);
+            let scaled = values.iter().map(|value| value * scale);
+            match to {
+                Dtype::F32 => out.extend(scaled.flat_map(f32::to_le_bytes)),
+                _ => out.extend(scaled.flat_map(|value| bf16(value).to_le_bytes())),
+            }
         }
     }
     Ok(out)
