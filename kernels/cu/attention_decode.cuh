@@ -18,11 +18,68 @@ __device__ __forceinline__ size_t absorbed_index(int t, int heads, int h, int k)
     return (step * 32 + (h % GROUP) * 4 + (k % 8) / 2) * 2 + (k % 16) / 8;
 }
 
+// What comes before attention, where mla_absorb is to do it on the way: rotating queries, and [norm(latent) | rotated key] of kv [tokens, R + ROPE]
+// into the cache. No `kv`: all that has been done.
+struct Store {
+    const float *kv, *kv_norm, *inv_freq;
+    u16* cache;
+    const int *positions, *slots;
+    float eps, scaling;
+    int interleaved;
+};
+
+__device__ __forceinline__ float load_fresh(const float* p) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+    return x;
+}
+// Where value e of a rotated head comes from: out = x[first] * cosine -+ x[second] * sine, or the other way round for the second of a pair.
+struct Turn {
+    int first, second;
+    float cosine, sine;
+    bool is_second;
+    __device__ __forceinline__ Turn(const Store& store, int position, int e) {
+        constexpr int PAIRS = ROPE / 2;
+        const int pair = store.interleaved ? e / 2 : e % PAIRS;
+        first = store.interleaved ? e / 2 * 2 : pair, second = store.interleaved ? first + 1 : PAIRS + pair, is_second = e == second;
+        // The angle is an f32 product, as in HF transformers.
+        sincosf((float)position * store.inv_freq[pair], &sine, &cosine);
+        cosine *= store.scaling, sine *= store.scaling;
+    }
+    __device__ __forceinline__ float operator()(float a, float b) const { return is_second ? a * sine + b * cosine : a * cosine - b * sine; }
+};
+
+// A row of the cache, by a block of 128 threads.
+__device__ __forceinline__ void store_row(const Store& store, int t) {
+    __shared__ float squares[4];
+    const int tid = threadIdx.x;
+    const float* x = store.kv + (size_t)t * D;
+    u16* slot = store.cache + (size_t)store.slots[t] * D;
+    static_assert(R <= 512 && ROPE <= 128, "a thread has four latents and a value of the key");
+    float4 latent = make_float4(0.0f, 0.0f, 0.0f, 0.0f), norm = latent;
+    const bool mine = tid * 4 < R;
+    if (mine) norm = *(const float4*)(store.kv_norm + tid * 4);
+    const int e = tid < ROPE ? tid : 0;
+    const Turn turn(store, store.positions[t], e);
+    predecessor_wait();
+    if (mine) latent = load_fresh((const float4*)(x + tid * 4));
+    const float a = load_fresh(x + R + turn.first), b = load_fresh(x + R + turn.second);
+    float square = (latent.x * latent.x + latent.y * latent.y) + (latent.z * latent.z + latent.w * latent.w);
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+    if (tid % 32 == 0) squares[tid / 32] = square;
+    __syncthreads();
+    const float scale = 1.0f / sqrtf(((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)R + store.eps);
+    if (mine) *(uint2*)(slot + tid * 4) = make_uint2(bf16_pair(latent.x * scale * norm.x, latent.y * scale * norm.y), bf16_pair(latent.z * scale * norm.z, latent.w * scale * norm.w));
+    if (tid < ROPE) slot[R + tid] = (u16)bf16_pair(turn(a, b), 0.0f);
+    __syncthreads(); // the squares have been read
+}
+
 // absorbed[t, h] = scale * log2(e) * [q_nope . kv_b[nope rows of h] | q_rope].
 //   q [tokens, heads * (NOPE + ROPE)] f32; kv_b [heads * (NOPE + V), R] bf16
-//   grid (ABSORB_CHUNKS + 1, heads, div_up(tokens, 16)), 128 threads
+//   grid (ABSORB_CHUNKS + 1, heads, div_up(tokens, 16)), one more in x with something to store; 128 threads
 extern "C" __global__ void __launch_bounds__(128, 1)
-mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __restrict__ absorbed, int tokens, int heads, float scale) {
+mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __restrict__ absorbed, int tokens, int heads, float scale, __grid_constant__ const Store store) {
     __shared__ __align__(16) unsigned char tile[NOPE_STEPS * 16 * ABSORB_PITCH], q_hi[16 * NOPE_PITCH], q_lo[16 * NOPE_PITCH];
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, i = lane % 4;
     const int h = blockIdx.y, column = blockIdx.x * ABSORB_COLUMNS;
@@ -31,6 +88,12 @@ mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __r
     const float factor = scale * LOG2E;
 
     successor_start();
+    if (blockIdx.x > ABSORB_CHUNKS) {
+        // The heads' blocks share the rows.
+        for (int t = first + h; t < last; t += heads) store_row(store, t);
+        if (first + h >= last) predecessor_wait();
+        return;
+    }
     if (!rotated) {
         const u16* rows = kv_b + (size_t)h * (NOPE + V) * R;
         for (int piece = tid; piece < NOPE_STEPS * 16 * 4; piece += 128) {
@@ -41,6 +104,19 @@ mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __r
         copy_commit();
     }
 
+    if (rotated && store.kv) {
+        for (int k = tid; k < (last - first) * ROPE_PAIRS; k += 128) {
+            const int t = first + k / ROPE_PAIRS, d = k % ROPE_PAIRS * 2;
+            const float* head = q + ((size_t)t * heads + h) * (NOPE + ROPE) + NOPE;
+            const Turn even(store, store.positions[t], d < ROPE ? d : 0), odd(store, store.positions[t], d < ROPE ? d + 1 : 0);
+            if (k == tid) predecessor_wait();
+            float x = even(load_fresh(head + even.first), load_fresh(head + even.second)), y = odd(load_fresh(head + odd.first), load_fresh(head + odd.second));
+            if (d >= ROPE) x = y = 0.0f;
+            absorbed[absorbed_index(t, heads, h, R + d)] = bf16_split(x * factor, y * factor);
+        }
+        if (tid >= (last - first) * ROPE_PAIRS) predecessor_wait();
+        return;
+    }
     if (rotated) {
         predecessor_wait();
         constexpr int ROUNDS = div_up(16 * ROPE_PAIRS, 128);

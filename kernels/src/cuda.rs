@@ -34,7 +34,7 @@ use compile::Form;
 use decode::{Decode, Prepared};
 use driver::{Device, Event, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
-use kernels::{Linear, Ops};
+use kernels::{Linear, Ops, Queries, Store};
 use one::{Vector, Waiting};
 use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
 use std::sync::{Arc, OnceLock};
@@ -63,6 +63,8 @@ pub struct Cuda {
     prepared: Prepared,
     /// A norm of one token that the next operation may compute on the way.
     waiting: Option<Waiting>,
+    /// What attention is to store first, and the queries that it is to rotate.
+    storing: Option<(Store, Queries)>,
     /// By their widths.
     attention: Vec<Attention>,
     /// The step that is being computed.
@@ -178,6 +180,7 @@ impl Cuda {
             decode: OnceLock::new(),
             prepared: Prepared { tokens: buffer()?, sums: buffer()?, inverse: buffer()?, of: None },
             waiting: None,
+            storing: None,
             attention: Vec::new(),
             own_step: Step::default(),
             step: StepMemory::new(device)?,
@@ -452,8 +455,16 @@ impl Cuda {
         true
     }
 
-    /// Computes a norm that waits, if it has not been used or if one of these buffers is to have it.
+    /// Does what waits: stores what attention was to store, and computes a norm that has not been used or that one of these buffers is
+    /// to have.
     fn settle(&mut self, buffers: &[&Buffer]) {
+        if let Some((store, queries)) = self.storing.take() {
+            self.ops.mla_store(&self.stream, &self.step, &store, queries);
+        }
+        self.settle_norm(buffers);
+    }
+
+    fn settle_norm(&mut self, buffers: &[&Buffer]) {
         let Some(norm) = self.waiting else { return };
         if norm.used && buffers.iter().all(|buffer| buffer.address() != norm.out) {
             return;
@@ -465,6 +476,12 @@ impl Cuda {
             decode.add_norm(&self.stream, &norm, 1, &self.prepared);
             self.prepared.of = Some((norm.out, 1, norm.width));
         }
+    }
+
+    /// The attention kernels for a shape.
+    fn attention_for(&self, shape: &MlaShape) -> Option<usize> {
+        let widths = attention::widths(self.stream.device(), shape)?;
+        self.attention.iter().position(|known| known.widths() == widths)
     }
 
     /// The norm that waits, if `x` is to have it.

@@ -6,6 +6,7 @@
 
 use super::compile::{Tiling, Unit, architecture};
 use super::driver::{Cost, Device, Kernel, Launch, Module, Start, Stream};
+use super::kernels::Store;
 use super::{Buffer, Cache, CudaError, StepMemory, Weight};
 use crate::shape::MlaShape;
 use crate::step::Step;
@@ -100,6 +101,11 @@ impl Attention {
         self.widths
     }
 
+    /// Whether a step's attention begins with a kernel that can store its latents and keys: one launch takes all of its rows.
+    pub(super) fn stores(step: &Step, rows: usize, heads: usize) -> bool {
+        heads > 0 && parts(step, rows) == [Part::Few(0..rows)]
+    }
+
     /// Whether `kv_b` is as the kernels read it.
     pub(super) fn takes(kv_b: &Weight) -> bool {
         (kv_b.form.dtype, kv_b.form.tiling) == (Dtype::BF16, Tiling::Rows)
@@ -143,6 +149,7 @@ impl Attention {
         kv_b: &Weight,
         cache: &Cache,
         pieces: &Pieces,
+        store: &Store,
         out: &Buffer,
     ) {
         let rows = memory.rows().rows;
@@ -160,7 +167,9 @@ impl Attention {
         }
         for part in parts(step, rows) {
             match part {
-                Part::Few(rows) => self.few(stream, shape, memory, [q, out], kv_b, cache, pieces, &rows),
+                Part::Few(rows) => {
+                    self.few(stream, shape, memory, [q, out], kv_b, cache, pieces, store, &rows);
+                }
                 Part::Many { rows, cached, table } => {
                     self.many(stream, shape, memory, [q, out], kv_b, cache, pieces, &rows, [cached, table]);
                 }
@@ -178,6 +187,7 @@ impl Attention {
         kv_b: &Weight,
         cache: &Cache,
         pieces: &Pieces,
+        store: &Store,
         rows: &Range<usize>,
     ) {
         let (heads, tokens, latent) = (shape.heads, rows.len(), shape.kv_lora);
@@ -187,7 +197,7 @@ impl Attention {
         let [absorbed, part, softmax] =
             [&pieces.absorbed, &pieces.part, &pieces.softmax].map(|buffer| buffer.address());
         let groups = heads.div_ceil(8);
-        let grid = [latent.div_ceil(32) + 1, heads, tokens.div_ceil(16)];
+        let grid = [latent.div_ceil(32) + 1 + usize::from(store.kv != 0), heads, tokens.div_ceil(16)];
         let cost = kv_b.cost(heads * shape.nope);
         // SAFETY: sizes as `run` checked them, for a part of the rows.
         unsafe {
@@ -205,6 +215,7 @@ impl Attention {
                     from_mut(&mut { int(tokens) }).cast(),
                     from_mut(&mut { int(heads) }).cast(),
                     from_mut(&mut { shape.softmax_scale }).cast(),
+                    from_mut(&mut { *store }).cast(),
                 ],
             )
         };

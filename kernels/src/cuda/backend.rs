@@ -3,6 +3,7 @@
 use super::attention::{self, Attention};
 use super::decode::Moe;
 use super::driver::Memory;
+use super::kernels::{Queries, Store};
 use super::weight::{Storage, bf16, storage};
 use super::{Buffer, Cache, Cuda, MOST_ROWS, Pieces, Recording, Scratch, Tiling, Weight};
 use crate::backend::moe_in_parts;
@@ -64,11 +65,13 @@ impl Backend for Cuda {
     }
 
     fn write_cache(&mut self, cache: &mut Cache, values: &[f32]) {
+        self.settle(&[]);
         let bytes: Vec<u8> = values.iter().flat_map(|&value| bf16(value).to_ne_bytes()).collect();
         self.stream.write(&cache.memory, 0, &bytes);
     }
 
     fn read_cache(&mut self, cache: &Cache, values: &mut [f32]) {
+        self.settle(&[]);
         let mut bytes = vec![0; values.len() * 2];
         self.stream.read(&cache.memory, 0, &mut bytes);
         for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
@@ -98,6 +101,7 @@ impl Backend for Cuda {
         self.own_step.copy_from(step);
         self.prepared.of = None;
         self.waiting = None;
+        self.storing = None;
         let begun = self.step.begin(step, &self.stream);
         if self.stream.record(begun) == Some(true) {
             self.forget_recordings();
@@ -289,8 +293,16 @@ impl Backend for Cuda {
     ) {
         self.settle(&[kv, q]);
         let Some(table) = self.inv_freq(&shape.rotary.inv_freq) else { return };
-        let inv_freq = &self.rotary[table].1;
-        self.ops.mla_store(&self.stream, shape, &self.step, inv_freq, kv, kv_norm, q, cache);
+        let rows = self.step.rows().rows;
+        let queries = Queries::new(shape, &self.step, q);
+        let store = Store::new(shape, &self.step, &self.rotary[table].1, kv, kv_norm, cache);
+        let fast =
+            self.attention_for(shape).is_some() && Attention::stores(&self.own_step, rows, shape.heads);
+        if fast {
+            self.storing = Some((store, queries));
+        } else {
+            self.ops.mla_store(&self.stream, &self.step, &store, queries);
+        }
     }
 
     fn mla_attention(
@@ -301,12 +313,16 @@ impl Backend for Cuda {
         cache: &Cache,
         out: &mut Buffer,
     ) {
-        self.settle(&[q, out]);
+        self.settle_norm(&[q, out]);
         assert_eq!([kv_b.rows, kv_b.cols], [shape.kv_b_rows(), shape.kv_lora], "kv_b_proj's shape");
         let rows = self.step.rows().rows;
-        let fast = attention::widths(self.stream.device(), shape).filter(|_| Attention::takes(kv_b));
-        let fast = fast.and_then(|widths| self.attention.iter().position(|known| known.widths() == widths));
+        let fast = self.attention_for(shape).filter(|_| Attention::takes(kv_b));
         if let Some(fast) = fast {
+            let own = |(store, queries): &mut (Store, Queries)| {
+                queries.address == q.address() && store.is_in(cache)
+            };
+            let store = self.storing.take_if(own).map_or(Store::DONE, |(store, _)| store);
+            self.settle(&[]);
             let sizes = self.attention[fast].sizes(shape.heads, &self.own_step, rows);
             let grown = self.grow(|scratch| &mut scratch.pieces.absorbed, sizes[0])
                 && self.grow(|scratch| &mut scratch.pieces.part, sizes[1])
@@ -317,10 +333,11 @@ impl Backend for Cuda {
             if grown {
                 let (memory, pieces): (_, &Pieces) = (&self.step, &self.scratch.pieces);
                 let (attention, step) = (&self.attention[fast], &self.own_step);
-                attention.run(&self.stream, shape, step, memory, q, kv_b, cache, pieces, out);
+                attention.run(&self.stream, shape, step, memory, q, kv_b, cache, pieces, &store, out);
             }
             return;
         }
+        self.settle(&[q, out]);
         let heads = rows * shape.heads;
         if !self.grow(|scratch| &mut scratch.queries, heads * shape.cache_width())
             || !self.grow(|scratch| &mut scratch.latents, heads * shape.kv_lora)

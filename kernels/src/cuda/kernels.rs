@@ -203,6 +203,90 @@ impl Linear {
     }
 }
 
+/// A step's queries, and the widths that go with them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Queries {
+    pub address: u64,
+    heads: usize,
+    nope: usize,
+    rope: usize,
+    kv_lora: usize,
+}
+
+impl Queries {
+    pub(super) fn new(shape: &MlaShape, step: &StepMemory, q: &Buffer) -> Self {
+        q.holds(step.rows().rows * shape.q_width());
+        let MlaShape { heads, nope, rope, kv_lora, .. } = *shape;
+        Self { address: q.address(), heads, nope, rope, kv_lora }
+    }
+}
+
+/// What comes before attention, checked: as in attention_decode.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Store {
+    /// `[rows, kv_lora + rope]`; 0 where there is nothing to do.
+    pub kv: u64,
+    kv_norm: u64,
+    inv_freq: u64,
+    cache: u64,
+    positions: u64,
+    slots: u64,
+    eps: f32,
+    scaling: f32,
+    interleaved: i32,
+}
+
+impl Store {
+    /// Everything is done already.
+    pub(super) const DONE: Self = Self {
+        kv: 0,
+        kv_norm: 0,
+        inv_freq: 0,
+        cache: 0,
+        positions: 0,
+        slots: 0,
+        eps: 0.0,
+        scaling: 0.0,
+        interleaved: 0,
+    };
+
+    /// Whether it goes there.
+    pub(super) fn is_in(&self, cache: &Cache) -> bool {
+        self.cache == cache.address()
+    }
+
+    /// Of a step's rows.
+    pub(super) fn new(
+        shape: &MlaShape,
+        step: &StepMemory,
+        inv_freq: &Buffer,
+        kv: &Buffer,
+        kv_norm: &Weight,
+        cache: &Cache,
+    ) -> Self {
+        kv.holds(step.rows().rows * shape.cache_width());
+        inv_freq.holds(shape.rope / 2);
+        assert_eq!(
+            (cache.width, kv_norm.cols),
+            (shape.cache_width(), shape.kv_lora),
+            "widths of the cache and norm"
+        );
+        step.fits(cache);
+        Self {
+            kv: kv.address(),
+            kv_norm: kv_norm.vector(),
+            inv_freq: inv_freq.address(),
+            cache: cache.address(),
+            positions: step.positions(),
+            slots: step.slots(),
+            eps: shape.eps,
+            scaling: shape.rotary.attention_scaling,
+            interleaved: i32::from(shape.rotary.pairing == RopePairing::Interleaved),
+        }
+    }
+}
+
 /// Operations without a weight matrix.
 #[derive(Debug)]
 pub(super) struct Ops {
@@ -326,35 +410,15 @@ impl Ops {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the operation's own and where the step lies")]
-    pub(super) fn mla_store(
-        &self,
-        stream: &Stream,
-        shape: &MlaShape,
-        step: &StepMemory,
-        inv_freq: &Buffer,
-        kv: &Buffer,
-        kv_norm: &Weight,
-        q: &Buffer,
-        cache: &Cache,
-    ) {
-        let rows = step.rows().rows;
-        kv.holds(rows * shape.cache_width());
-        q.holds(rows * shape.q_width());
-        inv_freq.holds(shape.rope / 2);
-        assert_eq!(
-            (cache.width, kv_norm.cols),
-            (shape.cache_width(), shape.kv_lora),
-            "widths of the cache and norm"
-        );
-        step.fits(cache);
-        let interleaved = i32::from(shape.rotary.pairing == RopePairing::Interleaved);
-        // SAFETY: the step's slots are inside the cache, which `fits` checked; sizes as checked above.
+    /// Rotates queries and stores latents and keys.
+    pub(super) fn mla_store(&self, stream: &Stream, step: &StepMemory, store: &Store, queries: Queries) {
+        let (rows, Queries { address: q, heads, nope, rope, kv_lora }) = (step.rows().rows, queries);
+        let Store { kv, kv_norm, inv_freq, cache, positions, slots, eps, scaling, interleaved } = *store;
+        // SAFETY: [`Store::new`] checked every size and that the step's slots are inside the cache, [`Queries::new`] the queries.
         unsafe {
-            launch!(stream, self.mla_store, [rows, 1, 1], THREADS, shape.rope * 4, Cost::default(), early(stream);
-                kv.address(), kv_norm.vector(), inv_freq.address(), q.address(), cache.address(), step.positions(),
-                step.slots(), int(shape.heads), int(shape.nope), int(shape.rope), int(shape.kv_lora), shape.eps,
-                shape.rotary.attention_scaling, interleaved);
+            launch!(stream, self.mla_store, [rows, 1, 1], THREADS, rope * 4, Cost::default(), early(stream);
+                kv, kv_norm, inv_freq, q, cache, positions, slots, int(heads), int(nope), int(rope), int(kv_lora), eps,
+                scaling, interleaved);
         }
     }
 
