@@ -7,7 +7,7 @@ use aho_corasick::{AhoCorasick, AhoCorasickKind, MatchKind};
 use bytes::TokenBytes;
 use std::collections::BTreeMap;
 use std::path::Path;
-use tokenizers::DecoderWrapper;
+use tokenizers::{DecoderWrapper, ModelWrapper};
 
 /// The file's name in a checkpoint.
 const FILE: &str = "tokenizer.json";
@@ -51,6 +51,19 @@ pub struct Tokenizer {
     prefix: Vec<u32>,
 }
 
+/// Words whose tokens are remembered.
+const CACHED_WORDS: usize = 1024;
+
+/// The library remembers the tokens of the first ten thousand words that it sees, each of up to 256 bytes, and never forgets
+/// one: memory that grows for as long as clients send new words.
+fn bound_cache(inner: &mut tokenizers::Tokenizer) {
+    if let ModelWrapper::BPE(bpe) = inner.get_model() {
+        let mut bpe = bpe.clone();
+        bpe.resize_cache(CACHED_WORDS);
+        inner.with_model(bpe);
+    }
+}
+
 impl Tokenizer {
     /// Opens `dir/tokenizer.json`.
     ///
@@ -79,6 +92,7 @@ impl Tokenizer {
             Err(error) => return Err(format!("post_processor: {}", one_line(&*error))),
         };
         inner.set_encode_special_tokens(true);
+        bound_cache(&mut inner);
         Ok(Self { inner, added, bytes, prefix })
     }
 

@@ -162,6 +162,16 @@ fn two_hundred_streams_of_which_a_fifth_is_cancelled() {
     assert_eq!(server.get("/health")["status"], "ok");
 }
 
+/// A number in letters.
+fn word(mut number: usize) -> String {
+    let mut word = String::from("x");
+    while number > 0 {
+        word.push(char::from(b'a' + (number % 26) as u8));
+        number /= 26;
+    }
+    word
+}
+
 #[test]
 fn memory_stays_where_it_is() {
     // A small cache, which is full soon.
@@ -169,14 +179,16 @@ fn memory_stays_where_it_is() {
     let agent: ureq::Agent = ureq::Agent::config_builder().build().into();
     let url = format!("{}/v1/completions", server.url);
     let ask = |number: usize| {
-        let body =
-            json!({"prompt": format!("{number} {}", "word ".repeat(20)), "max_tokens": 1, "logprobs": 1});
+        // Words that nobody has said before: what remembers words must forget some.
+        let words: Vec<String> = (0..WORDS).map(|at| word(number * WORDS + at)).collect();
+        let body = json!({"prompt": words.join(" "), "max_tokens": 1, "logprobs": 1});
         let mut reply = agent.post(&url).send(body.to_string().as_bytes()).unwrap();
         assert_eq!(reply.status(), 200);
         reply.body_mut().read_to_string().unwrap();
     };
     let requests: usize =
         std::env::var("SHARDMILL_LOAD_REQUESTS").ok().and_then(|text| text.parse().ok()).unwrap_or(250);
+    const WORDS: usize = 8;
     // Until every thread has its buffers and every block was used.
     const FIRST: usize = 250;
     (0..FIRST).for_each(ask);
