@@ -3,14 +3,17 @@
 //! Templates are Jinja as HF transformers runs it: Python's methods, `tojson` that prints as `json.dumps` does, blocks
 //! trimmed. A control token that a user typed stays text: see `template/guard.rs`.
 
+mod bounds;
 mod guard;
 mod json;
 mod python;
 
 use crate::Error;
 use crate::tokenizer::{EncodeError, Part, Tokenizer};
+use bounds::Bounded;
 use formats::template::check_size;
 use guard::Guard;
+use minijinja::machinery::{eval, get_compiled_template, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, UndefinedBehavior, Value};
 use serde_json::{Map, json};
@@ -106,16 +109,18 @@ impl ChatTemplate {
             .keep_trailing_newline(false)
             .build()
             .map_err(|error| python::one_line(&error))?;
+        bounds::check_constants(&source, syntax.clone()).map_err(|error| not_a_template(&error))?;
         environment.set_syntax(syntax);
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         environment.set_unknown_method_callback(python::method);
         environment.add_filter("tojson", json::tojson);
+        bounds::add_filters(&mut environment);
         environment.add_function("raise_exception", python::raise_exception);
         environment.add_function("strftime_now", python::strftime_now);
-        environment.add_template_owned(FILE, source.clone()).map_err(|error| {
-            format!("not a chat template this program can run: {}", python::one_line(&error))
-        })?;
+        environment.add_template_owned(FILE, source.clone()).map_err(|error| not_a_template(&error))?;
+        let template = environment.get_template(FILE).map_err(|error| not_a_template(&error))?;
+        Bounded::new(get_compiled_template(&template)).map_err(|error| not_a_template(&error))?;
         let mut template = Self { source, environment, arguments: Arguments::Objects };
         template.arguments = template.probe_arguments();
         Ok(template)
@@ -209,13 +214,25 @@ impl ChatTemplate {
             ("add_generation_prompt", Value::from(input.add_generation_prompt)),
         ];
         let context = Value::from_pairs(variables.chain(own));
-        self.environment.get_template(FILE).and_then(|template| template.render(context)).map_err(|error| {
-            match python::raised(&error) {
-                Some(message) => RenderError::Refused(message),
-                None => RenderError::Failed(python::one_line(&error)),
-            }
+        self.eval(context).map_err(|error| match python::raised(&error) {
+            Some(message) => RenderError::Refused(message),
+            None => RenderError::Failed(python::one_line(&error)),
         })
     }
+
+    fn eval(&self, context: Value) -> Result<String, minijinja::Error> {
+        let template = self.environment.get_template(FILE)?;
+        let compiled = get_compiled_template(&template);
+        let Bounded { instructions, blocks } = Bounded::new(compiled)?;
+        let mut out = String::new();
+        let escape = compiled.initial_auto_escape.clone();
+        eval(&self.environment, &instructions, context, &blocks, &mut make_string_output(&mut out), escape)?;
+        Ok(out)
+    }
+}
+
+fn not_a_template(error: &minijinja::Error) -> String {
+    format!("not a chat template this program can run: {}", python::one_line(error))
 }
 
 fn with_arguments_as_text(messages: &[serde_json::Value]) -> Result<Vec<serde_json::Value>, RenderError> {
