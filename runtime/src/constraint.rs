@@ -96,6 +96,11 @@ impl Grammars {
         if let Some(warning) = matcher.grammar_warnings().first() {
             return Err(first_line(warning));
         }
+        // Rules that only lead to each other allow nothing at all, which shows when the first token is asked for.
+        let first = matcher.compute_mask_or_eos();
+        if first.map_or(true, |mask| mask.is_zero()) {
+            return Err("the grammar allows no answer".to_owned());
+        }
         Ok(Constraint { matcher, after, eos_token_ids: self.eos_token_ids.clone() })
     }
 }
@@ -269,6 +274,8 @@ mod tests {
             Shape::JsonSchema(json!({"allOf": [{"type": "string"}, {"type": "integer"}]})),
             Shape::Regex("(".into()),
             Shape::Lark("nothing".into()),
+            Shape::Lark("start: x\nx: x".into()),
+            Shape::JsonSchema(json!({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"})),
             Shape::Lark(String::new()),
         ] {
             let error = grammars.compile(&shape, None).map(|_| ()).expect_err(&format!("{shape:?}"));
