@@ -289,3 +289,27 @@ fn bytes_that_are_no_requests_disturb_nobody() {
     stream.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("[DONE]"), "{rest}");
 }
+
+#[test]
+fn connections_that_say_nothing_give_their_places_up() {
+    let server = TestServer::with_options([Script::Hang(vec![])], |options| {
+        options.read_timeout = Duration::from_millis(300);
+        options.max_connections = 8;
+    });
+    // An answer that takes longer than that is no idle connection.
+    let open = json!({"prompt": "x", "stream": true}).to_string();
+    let mut stream = server.open("POST", "/v1/completions", open.as_bytes());
+    let idle: Vec<TcpStream> = (0..30).map(|_| TcpStream::connect(server.address).unwrap()).collect();
+    assert_eq!(server.get("/health").status, 200, "after those that came first were closed");
+    // One that has had its answer is idle too.
+    let mut kept = TcpStream::connect(server.address).unwrap();
+    kept.write_all(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    kept.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    drop(idle);
+    server.engine.send(&Event::Finished(FinishReason::Length));
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("[DONE]"), "{rest}");
+}

@@ -1,6 +1,11 @@
 //! Connections: accepted, limited, encrypted where that is asked for, and ended.
 
 use axum::Router;
+use axum::body::Body;
+use axum::extract::{self, Request};
+use axum::middleware::{self, Next};
+use axum::response::Response;
+use http_body_util::BodyExt;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
@@ -8,6 +13,7 @@ use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
@@ -104,9 +110,9 @@ pub(super) async fn serve(
         let timeout = limits.read_timeout;
         tokio::spawn(async move {
             match tls {
-                None => answer(stream, &builder, router, watcher).await,
+                None => answer(stream, &builder, router, watcher, timeout).await,
                 Some(tls) => match tokio::time::timeout(timeout, tls.0.accept(stream)).await {
-                    Ok(Ok(stream)) => answer(stream, &builder, router, watcher).await,
+                    Ok(Ok(stream)) => answer(stream, &builder, router, watcher, timeout).await,
                     Ok(Err(error)) => tracing::debug!("TLS: {error}"),
                     Err(_) => tracing::debug!("TLS: the handshake took too long"),
                 },
@@ -125,13 +131,69 @@ async fn answer<S>(
     builder: &auto::Builder<TokioExecutor>,
     router: Router,
     watcher: hyper_util::server::graceful::Watcher,
+    timeout: Duration,
 ) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let service = TowerToHyperService::new(router);
-    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
-    if let Err(error) = watcher.watch(connection).await {
-        // Clients go away as they like.
-        tracing::debug!("connection: {error}");
+    let activity = Arc::new(Activity::default());
+    let service = TowerToHyperService::new(
+        router.layer(middleware::from_fn_with_state(Arc::clone(&activity), note_activity)),
+    );
+    let connection = watcher.watch(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
+    tokio::select! {
+        ended = connection => if let Err(error) = ended {
+            // Clients go away as they like.
+            tracing::debug!("connection: {error}");
+        },
+        // hyper waits for ever for the first byte of a request, and connections that say nothing would take every place.
+        () = activity.idle(timeout) => tracing::debug!("connection: idle"),
     }
+}
+
+/// What happens on a connection.
+#[derive(Debug, Default)]
+struct Activity {
+    /// Requests so far.
+    begun: AtomicU64,
+    /// Those whose answers have been sent, or given up.
+    ended: AtomicU64,
+}
+
+impl Activity {
+    /// Resolves when no request was open for this long.
+    async fn idle(&self, timeout: Duration) {
+        loop {
+            let before = self.begun.load(Ordering::Acquire);
+            tokio::time::sleep(timeout).await;
+            let begun = self.begun.load(Ordering::Acquire);
+            if begun == before && self.ended.load(Ordering::Acquire) == begun {
+                return;
+            }
+        }
+    }
+}
+
+/// Counts a request as open until its answer's body is dropped.
+struct Open(Arc<Activity>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+async fn note_activity(
+    extract::State(activity): extract::State<Arc<Activity>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    activity.begun.fetch_add(1, Ordering::AcqRel);
+    let open = Open(activity);
+    let response = next.run(request).await;
+    response.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            let _ = &open;
+            frame
+        }))
+    })
 }
