@@ -106,9 +106,9 @@ impl Dialect {
         self.template.as_ref().map(ChatTemplate::source)
     }
 
-    /// The token that ends the reasoning, where it is one token.
-    pub fn think_end(&self) -> Option<u32> {
-        self.tokenizer.token_id(THINK_END)
+    /// The tokens that begin and end the reasoning, where each is one token.
+    pub fn think_tokens(&self) -> (Option<u32>, Option<u32>) {
+        (self.tokenizer.token_id(THINK_START), self.tokenizer.token_id(THINK_END))
     }
 
     /// Compiles what answers must be. The first call takes a while.

@@ -7,12 +7,13 @@ pub use worker::not_numbers;
 use crate::Error;
 use crate::constraint::Constraint;
 use crate::device::{Device, DeviceOptions};
-use crate::kv_cache::BlockPool;
+use crate::kv_cache::{BlockHash, BlockPool};
 use crate::logprobs::TokenLogprobs;
 use crate::metrics::{Load, Metrics};
 use crate::rank::RankGroup;
 use crate::sampler::SamplingParams;
 use crate::scheduler::{PrefixCache, Scheduler, SchedulerLimits};
+use crate::thinking::ThinkingBudget;
 use formats::ModelConfig;
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
@@ -95,6 +96,10 @@ pub struct GenerationRequest {
     pub prompt_logprobs: Option<usize>,
     /// What the answer must be.
     pub constraint: Option<Constraint>,
+    /// How long it may think.
+    pub thinking: Option<ThinkingBudget>,
+    /// Prompts with different salts share nothing in the prefix cache.
+    pub cache_salt: Option<BlockHash>,
 }
 
 impl GenerationRequest {
@@ -108,6 +113,8 @@ impl GenerationRequest {
             logprobs: None,
             prompt_logprobs: None,
             constraint: None,
+            thinking: None,
+            cache_salt: None,
         }
     }
 }

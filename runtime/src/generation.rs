@@ -11,6 +11,16 @@ pub struct Generation {
     events: Option<EventStream>,
     text: AnswerText,
     counts: Counts,
+    ids: Ids,
+}
+
+/// Whether the ids of an answer's tokens are given with its parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ids {
+    /// They are.
+    Kept,
+    /// They are not, and a token that shows nothing yet makes no part.
+    Dropped,
 }
 
 /// Tokens of an answer so far.
@@ -31,18 +41,21 @@ pub struct Part {
     pub piece: Piece,
     /// Of the tokens since the last part, where they are wanted.
     pub logprobs: Vec<TokenLogprobs>,
+    /// The ids of these tokens, where they are kept; the one that ended the answer is among them.
+    pub ids: Vec<u32>,
 }
 
 impl Part {
     /// Whether there is nothing in it.
     pub fn is_empty(&self) -> bool {
-        self.piece.is_empty() && self.logprobs.is_empty()
+        self.piece.is_empty() && self.logprobs.is_empty() && self.ids.is_empty()
     }
 
     /// Puts another part behind this one.
     pub fn append(&mut self, other: Self) {
         self.piece.append(other.piece);
         self.logprobs.extend(other.logprobs);
+        self.ids.extend(other.ids);
     }
 }
 
@@ -88,8 +101,8 @@ pub struct Interrupted(String);
 
 impl Generation {
     /// An answer from the engine's events.
-    pub fn new(events: EventStream, text: AnswerText) -> Self {
-        Self { events: Some(events), text, counts: Counts::default() }
+    pub fn new(events: EventStream, text: AnswerText, ids: Ids) -> Self {
+        Self { events: Some(events), text, counts: Counts::default(), ids }
     }
 
     /// Its tokens so far.
@@ -135,17 +148,25 @@ impl Generation {
                 if self.text.is_reasoning() || !piece.reasoning.is_empty() {
                     self.counts.reasoning += 1;
                 }
-                let part = Part { piece, logprobs: logprobs.into_iter().collect() };
+                let part = Part { piece, logprobs: logprobs.into_iter().collect(), ids: self.keep(id) };
                 Ok(if self.text.stopped() { self.end(part, Ending::Stop) } else { Step::Part(part) })
             }
-            Some(Event::Finished(FinishReason::Stop(_))) => {
+            Some(Event::Finished(FinishReason::Stop(id))) => {
                 self.counts.completion += 1;
-                Ok(self.end(Part::default(), Ending::Stop))
+                let part = Part { ids: self.keep(id), ..Part::default() };
+                Ok(self.end(part, Ending::Stop))
             }
             Some(Event::Finished(FinishReason::Complete)) => Ok(self.end(Part::default(), Ending::Stop)),
             Some(Event::Finished(FinishReason::Length)) => Ok(self.end(Part::default(), Ending::Length)),
             Some(Event::Failed(why)) => Err(Interrupted(why)),
             None => Err(Interrupted("the engine has stopped".into())),
+        }
+    }
+
+    fn keep(&self, id: u32) -> Vec<u32> {
+        match self.ids {
+            Ids::Kept => vec![id],
+            Ids::Dropped => Vec::new(),
         }
     }
 

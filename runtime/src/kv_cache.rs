@@ -21,6 +21,11 @@ impl BlockHash {
         }
         Self(*hasher.finalize().as_bytes())
     }
+
+    /// What the first block of a prompt comes behind, so that it is found only by prompts with the same salt.
+    pub fn salt(salt: &str) -> Self {
+        Self(blake3::derive_key("shardmill prefix cache salt", salt.as_bytes()))
+    }
 }
 
 /// All blocks. A block is in use by any number of sequences, or kept because of what it holds, or free. Layout and contents

@@ -26,6 +26,7 @@ pub mod sequence;
 pub mod server;
 pub mod template;
 pub mod text;
+pub mod thinking;
 pub mod tokenizer;
 pub mod upload;
 pub mod verify;

@@ -26,6 +26,8 @@ pub struct Sequence {
     max_len: usize,
     prefix: Prefix,
     blocks: Vec<BlockId>,
+    /// What the first block's hash begins with.
+    salt: Option<BlockHash>,
     /// Of the prompt's full blocks, as far as they were needed.
     hashes: Vec<BlockHash>,
     /// How many leading blocks have told the pool what they hold, or came from it.
@@ -48,12 +50,18 @@ impl Sequence {
             max_len,
             prefix,
             blocks: Vec::new(),
+            salt: None,
             hashes: Vec::new(),
             known: 0,
             reused: 0,
             furthest: 0,
             served: 0,
         }
+    }
+
+    /// The same, but only prompts with the same salt share its blocks.
+    pub fn salted(self, salt: Option<BlockHash>) -> Self {
+        Self { salt, ..self }
     }
 
     /// Its number.
@@ -112,7 +120,7 @@ impl Sequence {
         while self.hashes.len() <= at {
             let start = self.hashes.len() * BLOCK_TOKENS;
             let block = &self.tokens[start..start + BLOCK_TOKENS];
-            self.hashes.push(BlockHash::chain(self.hashes.last().copied(), block));
+            self.hashes.push(BlockHash::chain(self.hashes.last().copied().or(self.salt), block));
         }
         self.hashes[at]
     }

@@ -9,6 +9,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod known;
 mod messages;
 mod openai;
 mod openapi;

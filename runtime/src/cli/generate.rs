@@ -4,7 +4,7 @@ use super::{CheckpointArgs, EngineArgs, Error, INTERRUPTED, at_least_one, print,
 use clap::Args;
 use runtime::dialect::Dialect;
 use runtime::engine::GenerationRequest;
-use runtime::generation::{Ending, Generation, Step};
+use runtime::generation::{Ending, Generation, Ids, Step};
 use runtime::sampler::SamplingParams;
 use runtime::template::ChatInput;
 use runtime::text::{Opening, Piece, Reading};
@@ -111,6 +111,7 @@ impl Generate {
         let generation = Generation::new(
             events,
             dialect.answer(&Reading { stop: self.stop.clone(), opening, tools: None }),
+            Ids::Dropped,
         );
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -9,6 +9,7 @@ use crate::rank::{RankGroup, RankStopped};
 use crate::sampler::{Processors, Sampler};
 use crate::scheduler::{Scheduled, Scheduler};
 use crate::sequence::{Prefix, SeqId, Sequence};
+use crate::thinking::ThinkingBudget;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -55,6 +56,7 @@ struct Client {
     sampler: Sampler,
     processors: Processors,
     constraint: Option<Constraint>,
+    thinking: Option<ThinkingBudget>,
     stop_token_ids: Vec<u32>,
     max_tokens: usize,
     logprobs: Option<usize>,
@@ -166,6 +168,7 @@ impl Worker {
             sampler: Sampler::new(&request.sampling),
             processors: Processors::new(&request.sampling, &request.prompt, &request.stop_token_ids),
             constraint: request.constraint,
+            thinking: request.thinking,
             stop_token_ids: request.stop_token_ids,
             max_tokens: request.max_tokens,
             logprobs: request.logprobs,
@@ -177,7 +180,7 @@ impl Worker {
             last_token: None,
         };
         let prefix = if client.prompt_logprobs.is_some() { Prefix::Compute } else { Prefix::Reuse };
-        self.scheduler.add(Sequence::new(id, request.prompt, max_len, prefix));
+        self.scheduler.add(Sequence::new(id, request.prompt, max_len, prefix).salted(request.cache_salt));
         self.clients.insert(id, client);
     }
 
@@ -310,8 +313,12 @@ impl Client {
         if let Some(constraint) = &mut self.constraint {
             constraint.apply(row).map_err(End::Failed)?;
         }
-        let token = self.sampler.sample(row);
+        let forced = self.thinking.as_ref().and_then(ThinkingBudget::forced);
+        let token = forced.unwrap_or_else(|| self.sampler.sample(row));
         self.processors.observe(token);
+        if let Some(thinking) = &mut self.thinking {
+            thinking.observe(token);
+        }
         metrics.generated();
         let now = Instant::now();
         match self.last_token.replace(now) {

@@ -71,6 +71,18 @@ fn a_known_prefix_is_not_computed_again() {
     scheduler.add(with(3, 3, Prefix::Compute));
     assert_eq!(step(&mut scheduler), [(2, 1, true), (3, 210, true)]);
 
+    // Nor does a prompt find what another salt's prompts have left.
+    let mut scheduler = Scheduler::new(limits, BlockPool::new(16));
+    let salted = |id, salt: &str| with(id, 1, Prefix::Reuse).salted(Some(BlockHash::salt(salt)));
+    for (sequence, computed) in
+        [(salted(0, "a"), 210), (salted(1, "b"), 210), (with(2, 1, Prefix::Reuse), 210), (salted(3, "a"), 82)]
+    {
+        let id = sequence.id();
+        scheduler.add(sequence);
+        assert_eq!(step(&mut scheduler), [(id.0, computed, true)]);
+        scheduler.remove(id);
+    }
+
     let limits = SchedulerLimits { prefix_cache: PrefixCache::Off, ..limits };
     let mut scheduler = Scheduler::new(limits, BlockPool::new(16));
     scheduler.add(with(0, 1, Prefix::Reuse));

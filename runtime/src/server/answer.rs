@@ -22,6 +22,9 @@ pub(super) trait Protocol: Send + Unpin + 'static {
     /// What a stream begins with.
     fn begin(&mut self, out: &mut Events);
 
+    /// Log-probabilities of the next tokens of a choice's prompt.
+    fn prompt(&mut self, _choice: usize, _scores: &[TokenLogprobs], _out: &mut Events) {}
+
     /// More of a choice.
     fn part(&mut self, choice: usize, part: Part, out: &mut Events);
 
@@ -209,7 +212,7 @@ impl<P: Protocol> Stream for Chunks<P> {
             }
             match running.poll_next(context) {
                 Poll::Pending => return Poll::Pending,
-                Poll::Ready(Some((_, Ok(Step::Prompt(_))))) => (),
+                Poll::Ready(Some((at, Ok(Step::Prompt(scores))))) => protocol.prompt(at, &scores, events),
                 Poll::Ready(Some((at, Ok(Step::Part(part))))) => protocol.part(at, part, events),
                 Poll::Ready(Some((at, Ok(Step::End(part, ending))))) => {
                     if !part.is_empty() {

@@ -2,10 +2,12 @@
 
 use super::answer::{Choice, Events, Protocol, Usage};
 use super::api::{Head, call_id, calls};
-use super::chat::{Conversation, ToolChoice, streamed, think};
+use super::chat::{Conversation, ToolChoice, set_effort, streamed, think};
 use super::error::ApiError;
 use super::fields::{self, Fields, wrong};
-use super::request::{Context, Job, check_model, longest_answer, stop, top_k};
+use super::known;
+use super::request::{Context, Job, Tokens, check_model, longest_answer, stop, top_k};
+use super::shape;
 use crate::engine::GenerationRequest;
 use crate::generation::{Ending, Part};
 use crate::sampler::SamplingParams;
@@ -43,8 +45,19 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<Job, ApiError> 
         ..GenerationRequest::new(Vec::new(), most)
     };
     let reading = Reading { stop: stops, opening, tools: None };
-    let mut job = Job { prompts, n: 1, generation, reading, delivery };
-    conversation.offer_tools(&mut job, context)?;
+    let mut job = Job { prompts, n: 1, generation, reading, delivery, tokens: Tokens::AsText };
+    job.bound_thinking(budget(&fields)?, context)?;
+    let format = match fields.fields("output_config")? {
+        Some(config) => config.fields("format")?,
+        None => None,
+    };
+    match format.as_ref().map(shape::response_format).transpose()?.flatten() {
+        Some(_) if matches!(conversation.choice, ToolChoice::Required | ToolChoice::Named(_)) => {
+            return Err(ApiError::field("tool_choice", "not together with output_config.format: give one"));
+        }
+        Some(shape) => job.constrain_to("output_config.format", &shape, context)?,
+        None => conversation.offer_tools(&mut job, context)?,
+    }
     Ok(job)
 }
 
@@ -54,8 +67,18 @@ pub(super) fn count(body: &[u8], context: &Context<'_>) -> Result<usize, ApiErro
     Ok(conversation(&Fields::new(&map), context)?.prompt(context)?.len())
 }
 
+/// Most tokens of thinking.
+fn budget(fields: &Fields<'_>) -> Result<Option<(&'static str, usize)>, ApiError> {
+    let Some(thinking) = fields.fields("thinking")? else { return Ok(None) };
+    let budget = thinking.integer("budget_tokens", 0..=i64::MAX)?;
+    Ok(budget
+        .and_then(|budget| usize::try_from(budget).ok())
+        .map(|budget| ("thinking.budget_tokens", budget)))
+}
+
 fn conversation(fields: &Fields<'_>, context: &Context<'_>) -> Result<Conversation, ApiError> {
     check_model(fields, context)?;
+    known::MESSAGES.check(fields)?;
     fields.fields("metadata")?;
     let mut messages = Vec::new();
     if fields.value("system").is_some() {
@@ -76,12 +99,17 @@ fn conversation(fields: &Fields<'_>, context: &Context<'_>) -> Result<Conversati
     let (choice, calls) = tool_choice(fields)?;
     let mut variables = Map::new();
     if let Some(thinking) = fields.fields("thinking")? {
-        thinking.integer("budget_tokens", 0..=i64::MAX)?;
+        budget(fields)?;
         match thinking.string("type")? {
-            Some("enabled" | "adaptive") => think(&mut variables, "high"),
-            Some("disabled") => think(&mut variables, "none"),
+            Some("enabled" | "adaptive") => set_effort(&mut variables, "high"),
+            Some("disabled") => set_effort(&mut variables, "none"),
             _ => return Err(ApiError::field("thinking.type", "expected \"enabled\" or \"disabled\"")),
         }
+    }
+    if let Some(config) = fields.fields("output_config")?
+        && fields.value("thinking").is_none_or(|thinking| thinking["type"] != "disabled")
+    {
+        think(&mut variables, &config, "effort")?;
     }
     Ok(Conversation { messages, tools, choice, calls, variables, field: "messages" })
 }

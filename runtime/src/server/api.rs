@@ -124,6 +124,11 @@ impl TextLogprobs {
         self.offset += String::from_utf8_lossy(tokenizer.token_bytes(id)).chars().count();
     }
 
+    /// Whether nothing was pushed since the last [`Self::take`].
+    pub(super) fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
     /// What was pushed since the last call.
     pub(super) fn take(&mut self) -> Value {
         json!({

@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{self, Fields};
+use super::known;
 use super::messages;
 use super::request::{Common, Context, Delivery, Job, MAX_LOGPROBS, encode_error, longest_answer};
 use super::tool_grammar;
@@ -107,13 +108,16 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<Job, ApiError> 
     let map = fields::object(body)?;
     let fields = Fields::new(&map);
     let common = Common::read(&fields, context)?;
+    known::CHAT.check(&fields)?;
     let max_tokens = match fields.integer("max_completion_tokens", 1..=i64::MAX)? {
         Some(max_tokens) => Some(("max_completion_tokens", max_tokens)),
         None => fields.integer("max_tokens", 1..=i64::MAX)?.map(|max_tokens| ("max_tokens", max_tokens)),
     };
-    if fields.boolean("echo")? == Some(true) {
-        return Err(ApiError::unsupported("echo", "only false is supported for conversations, found true"));
-    }
+    // -1 is how vLLM's clients say "as many as it likes".
+    let budget = fields
+        .integer("thinking_token_budget", -1..=i64::MAX)?
+        .and_then(|budget| usize::try_from(budget).ok())
+        .map(|budget| ("thinking_token_budget", budget));
     let logprobs = logprobs(&fields)?;
     let conversation = conversation(&fields)?;
     let prompts = vec![conversation.prompt(context)?];
@@ -121,6 +125,7 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<Job, ApiError> 
     let opening = context.dialect.opening(&prompts[0]);
     let mut job = common.job(prompts, most, opening);
     job.generation.logprobs = logprobs;
+    job.bound_thinking(budget, context)?;
     job.constrain(&fields, context)?;
     if job.generation.constraint.is_some() {
         // Content that must be JSON is no call.
@@ -154,9 +159,7 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Conversation, ApiError
         None => Vec::new(),
     };
     let mut variables = Map::new();
-    if let Some(effort) = fields.string("reasoning_effort")? {
-        think(&mut variables, effort);
-    }
+    think(&mut variables, fields, "reasoning_effort")?;
     if let Some(own) = fields.fields("chat_template_kwargs")? {
         own.boolean("enable_thinking")?;
         for (name, value) in own.map() {
@@ -173,8 +176,30 @@ pub(super) fn conversation(fields: &Fields<'_>) -> Result<Conversation, ApiError
     Ok(Conversation { messages, tools, choice: tool_choice(fields)?, calls, variables, field: "messages" })
 }
 
-/// What a template is told of how much to think; `none` is not at all.
-pub(super) fn think(variables: &mut Map<String, Value>, effort: &str) {
+/// How much a model may be asked to think.
+pub(super) const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
+
+/// What a template is told of how much to think, where a field says it.
+pub(super) fn think(
+    variables: &mut Map<String, Value>,
+    fields: &Fields<'_>,
+    name: &str,
+) -> Result<(), ApiError> {
+    match fields.string(name)? {
+        None => Ok(()),
+        Some(effort) if EFFORTS.contains(&effort) => {
+            set_effort(variables, effort);
+            Ok(())
+        }
+        Some(other) => {
+            let expected = EFFORTS.map(|effort| format!("{effort:?}")).join(", ");
+            Err(ApiError::field(fields.path(name), format!("expected one of {expected}, found {other:?}")))
+        }
+    }
+}
+
+/// `none` is not at all.
+pub(super) fn set_effort(variables: &mut Map<String, Value>, effort: &str) {
     variables.insert("reasoning_effort".into(), effort.into());
     variables.insert("enable_thinking".into(), (effort != "none").into());
     // DeepSeek's name for it.

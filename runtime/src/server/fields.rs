@@ -46,6 +46,8 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn value(&self, name: &str) -> Option<&'a Value> {
+        #[cfg(test)]
+        asked::note(self.path(name));
         self.map.get(name).filter(|value| !value.is_null())
     }
 
@@ -109,7 +111,7 @@ fn whole(value: &Value) -> Option<i64> {
 }
 
 /// A value in an error message: its kind where it is long.
-fn brief(value: &Value) -> String {
+pub(super) fn brief(value: &Value) -> String {
     const LONGEST: usize = 40;
     match value {
         Value::Array(_) => "a list".into(),
@@ -119,83 +121,22 @@ fn brief(value: &Value) -> String {
     }
 }
 
-/// Fields that change the answer in a way this server does not do, and the values with which they change nothing.
-/// They are refused by name: an answer that ignores them would be wrong without a word.
-const REFUSED: &[(&str, &[Neutral])] = &[
-    ("best_of", &[Neutral::One]),
-    ("use_beam_search", &[Neutral::False]),
-    ("length_penalty", &[Neutral::One]),
-    ("suffix", &[Neutral::Empty]),
-    ("bad_words", &[Neutral::Empty]),
-    ("allowed_token_ids", &[]),
-    ("logits_processors", &[Neutral::Empty]),
-    ("functions", &[Neutral::Empty]),
-    ("function_call", &[]),
-    ("modalities", &[Neutral::TextOnly]),
-    ("audio", &[]),
-    ("chat_template", &[]),
-    ("documents", &[Neutral::Empty]),
-    ("add_generation_prompt", &[Neutral::True]),
-    ("continue_final_message", &[Neutral::False]),
-    ("include_stop_str_in_output", &[Neutral::False]),
-    ("skip_special_tokens", &[Neutral::True]),
-    ("truncate_prompt_tokens", &[]),
-    ("prompt_embeds", &[]),
-];
+/// Which fields the readers ask for, so that a test can hold the OpenAPI document against them.
+#[cfg(test)]
+pub(super) mod asked {
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
 
-/// A value that asks for nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Neutral {
-    One,
-    False,
-    True,
-    /// An empty string, list or object.
-    Empty,
-    /// `["text"]`.
-    TextOnly,
-}
-
-impl Neutral {
-    fn is(self, value: &Value) -> bool {
-        match self {
-            Self::One => value.as_f64() == Some(1.0),
-            Self::False => value.as_bool() == Some(false),
-            Self::True => value.as_bool() == Some(true),
-            Self::Empty => match value {
-                Value::String(text) => text.is_empty(),
-                Value::Array(items) => items.is_empty(),
-                Value::Object(map) => map.is_empty(),
-                _ => false,
-            },
-            Self::TextOnly => value.as_array().is_some_and(|items| items.len() == 1 && items[0] == "text"),
-        }
+    thread_local! {
+        static PATHS: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
     }
 
-    fn spelling(self) -> &'static str {
-        match self {
-            Self::One => "1",
-            Self::False => "false",
-            Self::True => "true",
-            Self::Empty => "empty",
-            Self::TextOnly => "[\"text\"]",
-        }
+    pub(super) fn note(path: String) {
+        PATHS.with_borrow_mut(|paths| paths.insert(path));
     }
-}
 
-/// Refuses what this server does not do.
-pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
-    for (name, neutral) in REFUSED {
-        let Some(value) = fields.value(name) else {
-            continue;
-        };
-        if neutral.iter().any(|neutral| neutral.is(value)) {
-            continue;
-        }
-        let message = match neutral {
-            [] => "not supported: leave it out".to_owned(),
-            [neutral, ..] => format!("only {} is supported, found {}", neutral.spelling(), brief(value)),
-        };
-        return Err(ApiError::unsupported(fields.path(name), message));
+    /// The paths that were asked for on this thread since the last call.
+    pub(in super::super) fn take() -> BTreeSet<String> {
+        PATHS.with_borrow_mut(std::mem::take)
     }
-    Ok(())
 }

@@ -24,11 +24,16 @@ pub(super) fn read_message_of(fields: &Fields<'_>) -> Result<Value, ApiError> {
             return Err(ApiError::field(fields.path("role"), expected));
         }
     };
-    for name in ["name", "tool_call_id", "reasoning_content"] {
+    for name in ["name", "tool_call_id"] {
         fields.string(name)?;
     }
+    let reasoning = fields.string("reasoning_content")?;
     // What else is there is the template's to know.
     let mut read = fields.map().clone();
+    // vLLM's newer name for it.
+    if let Some(reasoning) = fields.string("reasoning")?.filter(|_| reasoning.is_none()) {
+        read.insert("reasoning_content".into(), reasoning.into());
+    }
     read.insert("role".into(), role.into());
     read.insert("content".into(), text(fields, "content")?.into());
     if let Some(calls) = fields.array("tool_calls")? {

@@ -6,9 +6,10 @@ use super::api::{
 };
 use super::completions::Extras;
 use super::error::ApiError;
-use super::request::{Delivery, Job};
+use super::request::{Delivery, Job, Tokens};
 use crate::dialect::Dialect;
 use crate::generation::{Ending, Part};
+use crate::logprobs::TokenLogprobs;
 use crate::text::CallDelta;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -21,13 +22,19 @@ struct Base {
     delivery: Delivery,
     logprobs: bool,
     prompt_logprobs: bool,
+    tokens: Tokens,
+    /// The prompts, where something of them is sent.
+    prompts: Vec<Vec<u32>>,
 }
 
 impl Base {
-    fn new(head: Head, dialect: Arc<Dialect>, job: &Job) -> Self {
+    fn new(head: Head, dialect: Arc<Dialect>, job: &Job, echo: bool) -> Self {
+        let prompts = if echo || job.tokens == Tokens::AsIdsToo { job.prompts.clone() } else { Vec::new() };
         Self {
             head,
             dialect,
+            tokens: job.tokens,
+            prompts,
             stop: job.reading.stop.clone(),
             delivery: job.delivery,
             logprobs: job.generation.logprobs.is_some(),
@@ -43,14 +50,22 @@ impl Base {
         answer
     }
 
+    /// Puts vLLM's `token_ids` into a choice.
+    fn ids(&self, choice: &mut Value, ids: &[u32]) {
+        if self.tokens == Tokens::AsIdsToo {
+            choice["token_ids"] = ids.into();
+        }
+    }
+
     fn whole(&self, choices: Vec<Value>, usage: Usage) -> Value {
         let mut answer = self.answer(choices);
         answer.insert("usage".into(), usage_json(usage));
         answer.into()
     }
 
-    fn chunk(&self, choice: Value, out: &mut Events) {
+    fn chunk(&self, choice: Value, more: Map<String, Value>, out: &mut Events) {
         let mut chunk = self.answer(vec![choice]);
+        chunk.extend(more);
         if self.delivery == Delivery::StreamWithUsage {
             chunk.insert("usage".into(), Value::Null);
         }
@@ -73,13 +88,11 @@ pub(super) struct Chat {
 
 impl Chat {
     pub(super) fn new(head: Head, dialect: Arc<Dialect>, job: &Job) -> Self {
-        Self { base: Base::new(head, dialect, job), choices: job.n }
+        Self { base: Base::new(head, dialect, job, false), choices: job.n }
     }
 
-    fn delta(&self, index: usize, delta: &Value, logprobs: &Value, finish: Option<Ending>, out: &mut Events) {
-        let mut choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish.map(Ending::name)});
-        stop_reason(&mut choice, finish, &self.base.stop);
-        self.base.chunk(choice, out);
+    fn delta(&self, choice: Value, out: &mut Events) {
+        self.base.chunk(choice, Map::new(), out);
     }
 }
 
@@ -90,7 +103,7 @@ impl Protocol for Chat {
         let prompt = (base.prompt_logprobs && !choices.is_empty())
             .then(|| prompt_logprobs(tokenizer, &choices[0].prompt_logprobs));
         let choices = choices.into_iter().enumerate().map(|(index, choice)| {
-            let Part { piece, logprobs } = choice.part;
+            let Part { piece, logprobs, ids } = choice.part;
             let mut message = Map::new();
             message.insert("role".into(), "assistant".into());
             if !piece.reasoning.is_empty() {
@@ -109,23 +122,31 @@ impl Protocol for Chat {
             let mut json =
                 json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.ending.name()});
             stop_reason(&mut json, Some(choice.ending), &base.stop);
+            base.ids(&mut json, &ids);
             json
         });
         let mut answer = base.whole(choices.collect(), usage);
         if let Some(prompt) = prompt {
             answer["prompt_logprobs"] = prompt;
         }
+        if let Some(ids) = base.prompts.first() {
+            answer["prompt_token_ids"] = ids.as_slice().into();
+        }
         answer
     }
 
     fn begin(&mut self, out: &mut Events) {
         for index in 0..self.choices {
-            self.delta(index, &json!({"role": "assistant", "content": ""}), &Value::Null, None, out);
+            let choice = delta(index, &json!({"role": "assistant", "content": ""}));
+            // One prompt has all choices, so the first chunk has it for all.
+            let ids = self.base.prompts.first().filter(|_| index == 0);
+            let ids = ids.map(|ids| ("prompt_token_ids".to_owned(), ids.as_slice().into()));
+            self.base.chunk(choice, ids.into_iter().collect(), out);
         }
     }
 
     fn part(&mut self, choice: usize, part: Part, out: &mut Events) {
-        let Part { piece, logprobs } = part;
+        let Part { piece, logprobs, mut ids } = part;
         let mut logprobs = match logprobs.is_empty() {
             true => Value::Null,
             false => chat_logprobs(self.base.dialect.tokenizer(), &logprobs),
@@ -152,13 +173,20 @@ impl Protocol for Chat {
         if deltas.is_empty() {
             deltas.push(json!({}));
         }
-        for delta in deltas {
-            self.delta(choice, &delta, &logprobs.take(), None, out);
+        for each in deltas {
+            let mut choice = delta(choice, &each);
+            choice["logprobs"] = logprobs.take();
+            self.base.ids(&mut choice, &std::mem::take(&mut ids));
+            self.delta(choice, out);
         }
     }
 
     fn end(&mut self, choice: usize, ending: Ending, out: &mut Events) {
-        self.delta(choice, &json!({}), &Value::Null, Some(ending), out);
+        let mut choice = delta(choice, &json!({}));
+        choice["finish_reason"] = ending.name().into();
+        stop_reason(&mut choice, Some(ending), &self.base.stop);
+        self.base.ids(&mut choice, &[]);
+        self.delta(choice, out);
     }
 
     fn finish(&mut self, usage: Usage, out: &mut Events) {
@@ -171,33 +199,58 @@ impl Protocol for Chat {
     }
 }
 
+/// A choice of a chunk.
+fn delta(index: usize, delta: &Value) -> Value {
+    json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null})
+}
+
 /// `/v1/completions`.
 pub(super) struct Text {
     base: Base,
     extras: Extras,
-    prompts: Vec<Vec<u32>>,
     n: usize,
-    logprobs: Vec<TextLogprobs>,
+    choices: Vec<TextChoice>,
+}
+
+/// A choice while it is streamed.
+#[derive(Clone, Default)]
+struct TextChoice {
+    logprobs: TextLogprobs,
+    /// Tokens of the prompt whose log-probabilities are still to come, before which nothing is sent.
+    awaited: usize,
+    begun: bool,
 }
 
 impl Text {
     pub(super) fn new(head: Head, dialect: Arc<Dialect>, job: &Job, extras: Extras) -> Self {
-        let logprobs = vec![TextLogprobs::default(); job.n * job.prompts.len()];
-        let prompts = if extras.echo { job.prompts.clone() } else { Vec::new() };
-        Self { base: Base::new(head, dialect, job), extras, prompts, n: job.n, logprobs }
+        let choices = vec![TextChoice::default(); job.n * job.prompts.len()];
+        Self { base: Base::new(head, dialect, job, extras.echo), extras, n: job.n, choices }
     }
 
     /// The prompt before choice `index`; control tokens are in it as the client sent them.
     fn echoed(&self, index: usize) -> String {
-        self.prompts
-            .get(index / self.n)
-            .map_or_else(String::new, |ids| self.base.dialect.tokenizer().decode(ids))
+        self.echo(index).map_or_else(String::new, |ids| self.base.dialect.tokenizer().decode(ids))
     }
 
-    fn chunk(&self, index: usize, text: &str, logprobs: &Value, finish: Option<Ending>, out: &mut Events) {
+    /// The ids of the prompt before choice `index`, where it is sent as text.
+    fn echo(&self, index: usize) -> Option<&[u32]> {
+        self.prompt_of(index).filter(|_| self.extras.echo)
+    }
+
+    fn prompt_of(&self, index: usize) -> Option<&[u32]> {
+        self.base.prompts.get(index / self.n).map(Vec::as_slice)
+    }
+
+    fn chunk(&mut self, index: usize, text: &str, ids: &[u32], finish: Option<Ending>, out: &mut Events) {
+        let logprobs = &mut self.choices[index].logprobs;
+        let logprobs = if logprobs.is_empty() { Value::Null } else { logprobs.take() };
         let mut choice = json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish.map(Ending::name)});
         stop_reason(&mut choice, finish, &self.base.stop);
-        self.base.chunk(choice, out);
+        self.base.ids(&mut choice, ids);
+        if self.base.tokens == Tokens::AsIdsToo && !std::mem::replace(&mut self.choices[index].begun, true) {
+            choice["prompt_token_ids"] = self.prompt_of(index).into();
+        }
+        self.base.chunk(choice, Map::new(), out);
     }
 }
 
@@ -207,7 +260,7 @@ impl Protocol for Text {
         let wanted = self.extras.logprobs.is_some();
         let choices = choices.into_iter().enumerate().map(|(index, choice)| {
             let mut logprobs = TextLogprobs::default();
-            if let Some(prompt) = self.prompts.get(index / self.n).filter(|_| wanted) {
+            if let Some(prompt) = self.echo(index).filter(|_| wanted) {
                 logprobs.push_unknown(tokenizer, prompt[0]);
                 choice.prompt_logprobs.iter().for_each(|token| logprobs.push(tokenizer, token));
             }
@@ -221,29 +274,48 @@ impl Protocol for Text {
             if self.base.prompt_logprobs && !(self.extras.echo && wanted) {
                 json["prompt_logprobs"] = prompt_logprobs(tokenizer, &choice.prompt_logprobs);
             }
+            self.base.ids(&mut json, &choice.part.ids);
+            if self.base.tokens == Tokens::AsIdsToo {
+                json["prompt_token_ids"] = self.prompt_of(index).into();
+            }
             json
         });
         self.base.whole(choices.collect(), usage)
     }
 
     fn begin(&mut self, out: &mut Events) {
-        if self.extras.echo {
-            for index in 0..self.logprobs.len() {
-                self.chunk(index, &self.echoed(index), &Value::Null, None, out);
+        for index in 0..self.choices.len() {
+            let Some(prompt) = self.echo(index) else { return };
+            let (first, rest) = (prompt[0], prompt.len() - 1);
+            if self.extras.logprobs.is_some() {
+                self.choices[index].logprobs.push_unknown(self.base.dialect.tokenizer(), first);
+                self.choices[index].awaited = rest;
             }
+            if self.choices[index].awaited == 0 {
+                self.chunk(index, &self.echoed(index), &[], None, out);
+            }
+        }
+    }
+
+    fn prompt(&mut self, choice: usize, scores: &[TokenLogprobs], out: &mut Events) {
+        let TextChoice { logprobs, awaited, .. } = &mut self.choices[choice];
+        let tokenizer = self.base.dialect.tokenizer();
+        scores.iter().for_each(|token| logprobs.push(tokenizer, token));
+        *awaited = awaited.saturating_sub(scores.len());
+        if *awaited == 0 {
+            self.chunk(choice, &self.echoed(choice), &[], None, out);
         }
     }
 
     fn part(&mut self, choice: usize, part: Part, out: &mut Events) {
         let tokenizer = self.base.dialect.tokenizer();
-        let logprobs = &mut self.logprobs[choice];
+        let logprobs = &mut self.choices[choice].logprobs;
         part.logprobs.iter().for_each(|token| logprobs.push(tokenizer, token));
-        let logprobs = if part.logprobs.is_empty() { Value::Null } else { logprobs.take() };
-        self.chunk(choice, &part.piece.content, &logprobs, None, out);
+        self.chunk(choice, &part.piece.content, &part.ids, None, out);
     }
 
     fn end(&mut self, choice: usize, ending: Ending, out: &mut Events) {
-        self.chunk(choice, "", &Value::Null, Some(ending), out);
+        self.chunk(choice, "", &[], Some(ending), out);
     }
 
     fn finish(&mut self, usage: Usage, out: &mut Events) {

@@ -1,5 +1,11 @@
-//! What the server takes, as an OpenAPI document. Tests hold it against the server field by field.
+//! What the server takes, as an OpenAPI document.
+//!
+//! It is not derived from request types, since there are none: readers ask for fields by name, each with its range, so that
+//! every fault names its field. A test here holds its fields against those that the readers ask for, in both directions, and
+//! runtime/tests/malformed.rs sends what each schema allows and what it does not.
 
+use super::chat::EFFORTS;
+use super::known::{self, Known};
 use super::request::{MAX_CHOICES, MAX_LOGPROBS};
 use serde_json::{Map, Value, json};
 
@@ -139,6 +145,24 @@ fn texts() -> Value {
     )
 }
 
+fn word(words: &[&str]) -> Value {
+    let words: Vec<Value> = words.iter().map(|&word| word.into()).chain([Value::Null]).collect();
+    json!({"enum": words})
+}
+
+/// These fields, and those that nothing is done for.
+fn with(mut fields: Map<String, Value>, known: &[&Known]) -> Map<String, Value> {
+    fields.extend(known.iter().flat_map(|known| known.properties()));
+    fields
+}
+
+/// The same for chat and text completions, which look at the type of one of them.
+fn with_user(fields: Map<String, Value>, known: &Known) -> Map<String, Value> {
+    let mut fields = with(fields, &[&known::COMPLETIONS, known]);
+    fields["user"]["type"] = json!(["string", "null"]);
+    fields
+}
+
 fn object(properties: &Map<String, Value>, required: &[&str]) -> Value {
     json!({"type": "object", "properties": properties, "required": required})
 }
@@ -148,6 +172,10 @@ fn map(value: Value) -> Map<String, Value> {
         Value::Object(map) => map,
         _ => Map::new(),
     }
+}
+
+fn choice() -> Value {
+    or_null(json!({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}))
 }
 
 /// What chat and text completions have in common.
@@ -171,16 +199,20 @@ fn common() -> Map<String, Value> {
         "frequency_penalty": number(-2.0, 2.0),
         "repetition_penalty": above_zero(100.0),
         "stream": of("boolean"),
-        "stream_options": or_null(json!({"type": "object", "properties": {"include_usage": of("boolean")}})),
+        "stream_options": or_null(object(&with(map(json!({"include_usage": of("boolean")})), &[&known::STREAM_OPTIONS]), &[])),
+        "cache_salt": or_null(json!({"type": "string", "minLength": 1, "maxLength": 1024})),
+        "return_token_ids": of("boolean"),
         "response_format": or_null(json!({"type": "object", "required": ["type"], "properties": {
             "type": {"enum": ["text", "json_object", "json_schema"]},
             "json_schema": {"type": "object", "required": ["schema"], "properties": {"name": of("string"), "strict": of("boolean"), "schema": {"type": "object"}}},
         }})),
-        "structured_outputs": of("object"),
+        "structured_outputs": or_null(object(&with(map(json!({
+            "json": {"type": ["object", "string", "null"]}, "json_object": of("boolean"), "regex": of("string"), "grammar": of("string"), "choice": choice(),
+        })), &[&known::STRUCTURED_OUTPUTS]), &[])),
+        "guided_json": {"type": ["object", "string", "null"]},
         "guided_regex": of("string"),
         "guided_grammar": of("string"),
-        "guided_choice": or_null(json!({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1})),
-        "user": of("string"),
+        "guided_choice": choice(),
     }))
 }
 
@@ -201,7 +233,7 @@ fn conversation() -> Map<String, Value> {
     let message = json!({"type": "object", "required": ["role"], "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": or_null(json!({"type": ["string", "array"], "items": text})),
-        "name": of("string"), "tool_call_id": of("string"), "reasoning_content": of("string"),
+        "name": of("string"), "tool_call_id": of("string"), "reasoning_content": of("string"), "reasoning": of("string"),
         "tool_calls": or_null(json!({"type": "array", "items": {"type": "object", "required": ["function"], "properties": {
             "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}, "arguments": of("object")}},
         }}})),
@@ -212,7 +244,7 @@ fn conversation() -> Map<String, Value> {
         "tool_choice": or_null(json!({"type": ["string", "object"]})),
         "parallel_tool_calls": of("boolean"),
         "chat_template_kwargs": or_null(json!({"type": "object", "properties": {"enable_thinking": of("boolean")}})),
-        "reasoning_effort": of("string"),
+        "reasoning_effort": word(&EFFORTS),
     }))
 }
 
@@ -224,8 +256,9 @@ fn chat() -> Value {
         "max_completion_tokens": integer(1, None),
         "logprobs": of("boolean"),
         "top_logprobs": integer(0, Some(MAX_LOGPROBS)),
+        "thinking_token_budget": integer(-1, None),
     })));
-    object(&fields, &["messages"])
+    object(&with_user(fields, &known::CHAT), &["messages"])
 }
 
 fn completions() -> Value {
@@ -235,9 +268,11 @@ fn completions() -> Value {
         "prompt": {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": {"anyOf": [id, {"type": "string"}, {"type": "array", "items": id}]}},
         "max_tokens": integer(0, None),
         "logprobs": integer(0, Some(MAX_LOGPROBS)),
+        "top_logprobs": integer(0, Some(0)),
         "echo": of("boolean"),
+        "add_special_tokens": of("boolean"),
     })));
-    object(&fields, &["prompt"])
+    object(&with_user(fields, &known::TEXT), &["prompt"])
 }
 
 fn messages(whole: bool) -> Value {
@@ -251,9 +286,11 @@ fn messages(whole: bool) -> Value {
         "system": or_null(json!({"type": ["string", "array"], "items": {"type": "object", "required": ["type", "text"]}})),
         "tools": or_null(json!({"type": "array", "items": tool})),
         "tool_choice": or_null(json!({"type": "object", "required": ["type"], "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}}})),
-        "thinking": or_null(json!({"type": "object", "required": ["type"], "properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}})),
-        "metadata": of("object"),
+        "thinking": or_null(json!({"type": "object", "required": ["type"], "properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}, "budget_tokens": integer(0, None)}})),
+        "output_config": or_null(json!({"type": "object", "properties": {"effort": word(&EFFORTS)}})),
     }));
+    fields = with(fields, &[&known::MESSAGES]);
+    fields["metadata"]["type"] = json!(["object", "null"]);
     if !whole {
         return object(&fields, &["messages"]);
     }
@@ -265,6 +302,8 @@ fn messages(whole: bool) -> Value {
         "stop_sequences": texts(),
         "stream": of("boolean"),
     })));
+    fields["output_config"]["properties"]["format"] =
+        or_null(json!({"type": "object", "required": ["type"]}));
     object(&fields, &["messages", "max_tokens"])
 }
 
@@ -281,11 +320,14 @@ fn responses_body() -> Value {
         "tools": or_null(json!({"type": "array", "items": tool})),
         "tool_choice": or_null(json!({"type": ["string", "object"]})),
         "parallel_tool_calls": of("boolean"),
-        "reasoning": or_null(json!({"type": "object", "properties": {"effort": of("string")}})),
+        "reasoning": or_null(json!({"type": "object", "properties": {"effort": word(&EFFORTS)}})),
+        "cache_salt": or_null(json!({"type": "string", "minLength": 1, "maxLength": 1024})),
+        "previous_response_id": {"type": "null"}, "conversation": {"type": "null"}, "prompt": {"type": "null"},
         "text": or_null(json!({"type": "object", "properties": {"format": or_null(json!({"type": "object", "required": ["type"]}))}})),
-        "store": of("boolean"),
         "stream": of("boolean"),
     }));
+    let mut fields = with(fields, &[&known::RESPONSES]);
+    fields["store"]["type"] = json!(["boolean", "null"]);
     object(&fields, &["input"])
 }
 
@@ -297,11 +339,152 @@ fn tokenize() -> Value {
         "add_special_tokens": of("boolean"),
         "return_token_strs": of("boolean"),
     })));
-    object(&fields, &[])
+    object(&with(fields, &[&known::TOKENIZE]), &[])
 }
 
 fn detokenize() -> Value {
     let id = json!({"type": "integer", "minimum": 0});
     let fields = map(json!({"model": of("string"), "tokens": {"type": "array", "items": id}}));
     object(&fields, &["tokens"])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fields::asked;
+    use super::super::request::Context;
+    use super::super::{anthropic, chat, completions, responses, tokens};
+    use super::*;
+    use crate::dialect::Dialect;
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    /// Every path of a schema: `a`, `a.b`, `a[].b`.
+    fn paths(schema: &Value, within: &str, out: &mut BTreeSet<String>) {
+        for (name, property) in schema["properties"].as_object().into_iter().flatten() {
+            let path = format!("{within}{name}");
+            paths(property, &format!("{path}."), out);
+            paths(&property["items"], &format!("{path}[]."), out);
+            out.insert(path);
+        }
+    }
+
+    /// A path without the numbers of its list items.
+    fn plain(path: &str) -> String {
+        path.split('[')
+            .map(|part| part.split_once(']').map_or(part, |(_, rest)| rest))
+            .collect::<Vec<_>>()
+            .join("[]")
+    }
+
+    #[test]
+    fn the_document_has_the_fields_that_readers_ask_for_and_no_others() {
+        let dialect =
+            Dialect::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny-glm5-hf")).unwrap();
+        let context = Context { dialect: &dialect, model: "m", max_model_len: 4096 };
+        let messages = json!([
+            {"role": "user", "content": [{"type": "text", "text": "x"}], "name": "n"},
+            {"role": "assistant", "content": null, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
+        ]);
+        let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+        let shape = json!({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}});
+        // Nested fields are asked for where they can be.
+        let common = json!({
+            "stream": true, "stream_options": {}, "structured_outputs": {}, "response_format": shape,
+            "tools": tools, "chat_template_kwargs": {},
+        });
+        let with = |more: Value| {
+            let mut body = common.clone();
+            body.as_object_mut().unwrap().extend(map(more));
+            body
+        };
+        let anthropic = json!({
+            "max_tokens": 5, "thinking": {"type": "enabled"}, "output_config": {"format": {"type": "text"}},
+            "system": [{"type": "text", "text": "x"}], "tools": [{"name": "f", "input_schema": {}}],
+            "tool_choice": {"type": "auto"}, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        });
+        let responses = json!({
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "text": {"format": {"type": "text"}},
+            "tools": [{"type": "function", "name": "f"}], "reasoning": {},
+        });
+        type Read = fn(&[u8], &Context<'_>) -> Result<(), String>;
+        let readers: [(&str, Value, Read); 8] = [
+            ("/v1/chat/completions", with(json!({"messages": messages})), |body, context| {
+                chat::read(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+            ("/v1/completions", with(json!({"prompt": "x"})), |body, context| {
+                completions::read(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+            ("/v1/messages", anthropic.clone(), |body, context| {
+                anthropic::read(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+            ("/v1/messages/count_tokens", anthropic, |body, context| {
+                anthropic::count(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+            ("/v1/responses", responses, |body, context| {
+                responses::read(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+            ("/tokenize", json!({"prompt": "x"}), |body, context| {
+                tokens::tokenize(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+            (
+                "/tokenize",
+                json!({"messages": messages, "tools": tools, "chat_template_kwargs": {}}),
+                |body, context| tokens::tokenize(body, context).map(|_| ()).map_err(|error| error.message),
+            ),
+            ("/detokenize", json!({"tokens": [5]}), |body, context| {
+                tokens::detokenize(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
+        ];
+        let document = document();
+        let mut asked_at: std::collections::BTreeMap<&str, BTreeSet<String>> = Default::default();
+        for (path, body, read) in readers {
+            asked::take();
+            assert_eq!(read(body.to_string().as_bytes(), &context), Ok(()), "{path}");
+            asked_at.entry(path).or_default().extend(asked::take().iter().map(|path| plain(path)));
+        }
+        let bodies = document["paths"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .filter(|(_, methods)| methods.get("post").is_some());
+        assert_eq!(bodies.count(), asked_at.len(), "every body has its reader here");
+        for (path, asked) in asked_at {
+            let schema =
+                &document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"];
+            let mut documented = BTreeSet::new();
+            paths(schema, "", &mut documented);
+            let without_effect: BTreeSet<String> = documented
+                .iter()
+                .filter(|name| {
+                    let property = name.split('.').fold(schema, |schema, name| &schema["properties"][name]);
+                    property["description"].as_str().is_some_and(|text| text.starts_with("Without effect"))
+                })
+                .cloned()
+                .collect();
+            let promised: Vec<_> =
+                documented.difference(&asked).filter(|name| !without_effect.contains(*name)).collect();
+            assert!(promised.is_empty(), "{path}: in the document, but nobody reads them: {promised:?}");
+            let hidden: Vec<_> = asked.difference(&documented).filter(|name| !name.contains('.')).collect();
+            assert!(hidden.is_empty(), "{path}: read, but not in the document: {hidden:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_taken_without_effect_is_told_to_users() {
+        let page = include_str!("../../../SERVER.md");
+        for known in [
+            &known::COMPLETIONS,
+            &known::CHAT,
+            &known::TEXT,
+            &known::MESSAGES,
+            &known::RESPONSES,
+            &known::STREAM_OPTIONS,
+            &known::STRUCTURED_OUTPUTS,
+        ] {
+            for (name, _) in known.without_effect {
+                assert!(page.contains(&format!("`{name}`")), "SERVER.md says nothing of {name}");
+            }
+        }
+    }
 }

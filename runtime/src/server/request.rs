@@ -1,12 +1,15 @@
 //! What the requests of every interface come to: prompts, how tokens are drawn, how the answer is read and sent.
 
 use super::error::ApiError;
-use super::fields::{self, Fields, wrong};
+use super::fields::{Fields, wrong};
+use super::known;
 use super::shape;
 use crate::dialect::Dialect;
 use crate::engine::{GenerationRequest, Refusal};
+use crate::kv_cache::BlockHash;
 use crate::sampler::SamplingParams;
 use crate::text::{Opening, Reading};
+use crate::thinking::ThinkingBudget;
 use crate::tokenizer::EncodeError;
 use serde_json::Value;
 
@@ -16,6 +19,8 @@ const MAX_STOPS: usize = 64;
 const MAX_STOP_BYTES: usize = 4096;
 /// Most stop token ids of a request.
 const MAX_STOP_TOKEN_IDS: usize = 1024;
+/// Longest salt of the prefix cache, in bytes.
+const MAX_SALT_BYTES: usize = 1024;
 /// Most choices of a request, over all of its prompts.
 pub(super) const MAX_CHOICES: usize = 128;
 /// Most likeliest tokens whose log-probabilities are sent beside each token.
@@ -34,6 +39,15 @@ pub(super) struct Job {
     pub(super) reading: Reading,
     /// How they are sent.
     pub(super) delivery: Delivery,
+    /// What is sent beside the text.
+    pub(super) tokens: Tokens,
+}
+
+/// Whether the ids of prompt and answer are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tokens {
+    AsText,
+    AsIdsToo,
 }
 
 /// How an answer is sent.
@@ -62,13 +76,15 @@ pub(super) struct Common {
     stop_token_ids: Vec<u32>,
     n: usize,
     prompt_logprobs: Option<usize>,
+    cache_salt: Option<BlockHash>,
     delivery: Delivery,
+    tokens: Tokens,
 }
 
 impl Common {
     pub(super) fn read(fields: &Fields<'_>, context: &Context<'_>) -> Result<Self, ApiError> {
         check_model(fields, context)?;
-        fields::refuse_unsupported(fields)?;
+        known::COMPLETIONS.check(fields)?;
         fields.string("user")?;
         let defaults = context.dialect.defaults();
         let mut stop_token_ids = match fields.boolean("ignore_eos")? {
@@ -93,12 +109,13 @@ impl Common {
             stop_token_ids,
             n: usize::try_from(n).expect("checked to be positive"),
             prompt_logprobs: prompt_logprobs.map(|top| usize::try_from(top).expect("checked")),
+            cache_salt: cache_salt(fields)?,
             delivery,
+            tokens: match fields.boolean("return_token_ids")? {
+                Some(true) => Tokens::AsIdsToo,
+                _ => Tokens::AsText,
+            },
         })
-    }
-
-    pub(super) fn delivery(&self) -> Delivery {
-        self.delivery
     }
 
     /// A job of prompts that are checked against the context. `most` is the longest answer.
@@ -107,14 +124,32 @@ impl Common {
             sampling: self.sampling,
             stop_token_ids: self.stop_token_ids,
             prompt_logprobs: self.prompt_logprobs,
+            cache_salt: self.cache_salt,
             ..GenerationRequest::new(Vec::new(), most)
         };
         let reading = Reading { stop: self.stop, opening, tools: None };
-        Job { prompts, n: self.n, generation, reading, delivery: self.delivery }
+        Job { prompts, n: self.n, generation, reading, delivery: self.delivery, tokens: self.tokens }
     }
 }
 
 impl Job {
+    /// Bounds the reasoning of the answer, where a number of tokens is given by a field.
+    pub(super) fn bound_thinking(
+        &mut self,
+        budget: Option<(&str, usize)>,
+        context: &Context<'_>,
+    ) -> Result<(), ApiError> {
+        let Some((field, budget)) = budget.filter(|_| self.reading.opening != Opening::Plain) else {
+            return Ok(());
+        };
+        let (start, end) = context.dialect.think_tokens();
+        let end = end.ok_or_else(|| {
+            ApiError::unsupported(field, "the end of thinking is no single token of this model")
+        })?;
+        self.generation.thinking = Some(ThinkingBudget::new(budget, self.reading.opening, start, end));
+        Ok(())
+    }
+
     /// Holds the answer to what it must be, which the fields say.
     pub(super) fn constrain(&mut self, fields: &Fields<'_>, context: &Context<'_>) -> Result<(), ApiError> {
         let Some((field, shape)) = shape::read(fields)? else {
@@ -137,7 +172,7 @@ impl Job {
     ) -> Result<(), ApiError> {
         let grammars = context.dialect.grammars().map_err(|error| ApiError::unsupported(field, error))?;
         let after = match self.reading.opening {
-            Opening::InReasoning => Some(context.dialect.think_end().ok_or_else(|| {
+            Opening::InReasoning => Some(context.dialect.think_tokens().1.ok_or_else(|| {
                 ApiError::unsupported(field, "not while thinking, whose end is no single token of this model")
             })?),
             Opening::Plain | Opening::MayReason => None,
@@ -272,11 +307,22 @@ pub(super) fn stop(fields: &Fields<'_>, name: &str) -> Result<Vec<String>, ApiEr
     Ok(stops.into_iter().map(str::to_owned).collect())
 }
 
+/// What keeps a client's prompts apart from others' in the prefix cache.
+pub(super) fn cache_salt(fields: &Fields<'_>) -> Result<Option<BlockHash>, ApiError> {
+    match fields.string("cache_salt")? {
+        Some(salt) if salt.is_empty() || salt.len() > MAX_SALT_BYTES => {
+            Err(ApiError::field("cache_salt", format!("expected a string of 1 to {MAX_SALT_BYTES} bytes")))
+        }
+        salt => Ok(salt.map(BlockHash::salt)),
+    }
+}
+
 fn delivery(fields: &Fields<'_>) -> Result<Delivery, ApiError> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let Some(options) = fields.fields("stream_options")? else {
         return Ok(if stream { Delivery::Stream } else { Delivery::Whole });
     };
+    known::STREAM_OPTIONS.check(&options)?;
     let include_usage = options.boolean("include_usage")?.unwrap_or(false);
     match (stream, include_usage) {
         (false, _) => Err(ApiError::field("stream_options", "only with stream set to true")),

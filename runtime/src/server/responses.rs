@@ -5,8 +5,9 @@ use super::api::{Head, call_id, calls, fresh_id};
 use super::chat::{Conversation, ToolChoice, streamed, think, tool_choice};
 use super::error::ApiError;
 use super::fields::{self, Fields, wrong};
+use super::known;
 use super::messages;
-use super::request::{Context, Job, check_model, longest_answer};
+use super::request::{Context, Job, Tokens, cache_salt, check_model, longest_answer};
 use super::shape;
 use crate::engine::GenerationRequest;
 use crate::generation::{Ending, Part};
@@ -25,9 +26,7 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<(Job, Map<Strin
             return Err(ApiError::unsupported(name, message));
         }
     }
-    if fields.boolean("background")? == Some(true) {
-        return Err(ApiError::unsupported("background", "only false is supported, found true"));
-    }
+    known::RESPONSES.check(&fields)?;
     fields.boolean("store")?;
     let conversation = conversation(&fields)?;
     let defaults = context.dialect.defaults();
@@ -49,10 +48,11 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<(Job, Map<Strin
     let generation = GenerationRequest {
         sampling,
         stop_token_ids: defaults.eos_token_ids.clone(),
+        cache_salt: cache_salt(&fields)?,
         ..GenerationRequest::new(Vec::new(), most)
     };
     let reading = Reading { stop: Vec::new(), opening, tools: None };
-    let mut job = Job { prompts, n: 1, generation, reading, delivery };
+    let mut job = Job { prompts, n: 1, generation, reading, delivery, tokens: Tokens::AsText };
     let format = match fields.fields("text")? {
         Some(text) => text.fields("format")?,
         None => None,
@@ -104,10 +104,8 @@ fn conversation(fields: &Fields<'_>) -> Result<Conversation, ApiError> {
         tools.push(read_tool(&Fields::at(&format!("tools[{at}]"), tool)?)?);
     }
     let mut variables = Map::new();
-    if let Some(reasoning) = fields.fields("reasoning")?
-        && let Some(effort) = reasoning.string("effort")?
-    {
-        think(&mut variables, effort);
+    if let Some(reasoning) = fields.fields("reasoning")? {
+        think(&mut variables, &reasoning, "effort")?;
     }
     let calls = match fields.boolean("parallel_tool_calls")? {
         Some(false) => Calls::One,

@@ -3,10 +3,10 @@
 use super::answer::{self, Answers, Protocol, Times};
 use super::api::{Head, fresh_id};
 use super::error::ApiError;
-use super::request::{Context, Delivery, Job};
+use super::request::{Context, Delivery, Job, Tokens};
 use super::{Ready, State, anthropic, chat, completions, openai, openapi, responses, tokens, unix_time};
 use crate::engine::{Event, EventStream, FinishReason, GenerationRequest};
-use crate::generation::Generation;
+use crate::generation::{Generation, Ids};
 use axum::body::{Body, Bytes};
 use axum::extract::{self, Request};
 use axum::http::header::{
@@ -250,7 +250,11 @@ async fn run(
     field: &'static str,
     protocol: impl Protocol,
 ) -> Result<Response, ApiError> {
-    let Job { prompts, n, generation, reading, delivery } = job;
+    let Job { prompts, n, generation, reading, delivery, tokens } = job;
+    let ids = match tokens {
+        Tokens::AsText => Ids::Dropped,
+        Tokens::AsIdsToo => Ids::Kept,
+    };
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
     note_dense(state, ready, prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0));
     let mut generations = Vec::with_capacity(prompts.len() * n);
@@ -263,7 +267,7 @@ async fn run(
                 (0, None) => nothing_to_generate(),
                 _ => ready.backend.submit(request).map_err(|refusal| ApiError::refused(&refusal, field))?,
             };
-            generations.push(Generation::new(events, ready.dialect.answer(&reading)));
+            generations.push(Generation::new(events, ready.dialect.answer(&reading), ids));
         }
     }
     let answers = Answers::new(generations, n, prompt_tokens);

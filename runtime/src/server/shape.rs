@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, wrong};
+use super::known;
 use crate::constraint::Shape;
 use serde_json::Value;
 
@@ -25,6 +26,7 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Option<(String, Shape)>, ApiEr
         all.extend(one(fields, name, kind)?.map(|shape| (fields.path(name), shape)));
     }
     if let Some(inner) = fields.fields("structured_outputs")? {
+        known::STRUCTURED_OUTPUTS.check(&inner)?;
         for name in ["json", "regex", "choice", "grammar"] {
             all.extend(one(&inner, name, name)?.map(|shape| (inner.path(name), shape)));
         }

@@ -4,6 +4,7 @@ use super::api::spelling;
 use super::chat;
 use super::error::ApiError;
 use super::fields::{self, Fields};
+use super::known;
 use super::request::{Context, check_model, encode_error, token_ids};
 use crate::tokenizer::Specials;
 use serde_json::{Value, json};
@@ -13,6 +14,7 @@ pub(super) fn tokenize(body: &[u8], context: &Context<'_>) -> Result<Value, ApiE
     let map = fields::object(body)?;
     let fields = Fields::new(&map);
     check_model(&fields, context)?;
+    known::TOKENIZE.check(&fields)?;
     let tokenizer = context.dialect.tokenizer();
     let add_special = fields.boolean("add_special_tokens")?;
     let strings = fields.boolean("return_token_strs")?.unwrap_or(false);
