@@ -1,19 +1,21 @@
 //! Connections: accepted, limited, encrypted where that is asked for, and ended.
 
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{self, Request};
 use axum::middleware::{self, Next};
 use axum::response::Response;
-use http_body_util::BodyExt;
+use http_body::{Frame, SizeHint};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
@@ -139,7 +141,8 @@ async fn answer<S>(
     let service = TowerToHyperService::new(
         router.layer(middleware::from_fn_with_state(Arc::clone(&activity), note_activity)),
     );
-    let connection = watcher.watch(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
+    // With upgrades the builder would take HTTP/2 too, and its hundreds of requests on a connection.
+    let connection = watcher.watch(builder.serve_connection(TokioIo::new(stream), service));
     tokio::select! {
         ended = connection => if let Err(error) = ended {
             // Clients go away as they like.
@@ -189,11 +192,31 @@ async fn note_activity(
 ) -> Response {
     activity.begun.fetch_add(1, Ordering::AcqRel);
     let open = Open(activity);
-    let response = next.run(request).await;
-    response.map(|body| {
-        Body::new(body.map_frame(move |frame| {
-            let _ = &open;
-            frame
-        }))
-    })
+    next.run(request).await.map(|body| Body::new(Watched { body, _open: open }))
+}
+
+/// An answer's body that tells when it is dropped.
+struct Watched {
+    body: Body,
+    _open: Open,
+}
+
+impl HttpBody for Watched {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }

@@ -17,7 +17,7 @@ const LARGEST: usize = 32 << 20;
 /// What an item of a list takes besides its own bytes.
 const ITEM: usize = 32;
 /// Items that are measured for one unit of fuel.
-const ITEMS_PER_FUEL: usize = 64;
+const ITEMS_PER_FUEL: usize = 16;
 /// Most items that a list of constants may be repeated to: the compiler computes those, without fuel.
 const MOST_REPEATED: u128 = 1 << 20;
 
