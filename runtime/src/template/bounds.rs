@@ -8,12 +8,13 @@
 use super::unsupported;
 use minijinja::machinery::{CompiledTemplate, Instruction, Instructions, Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::ValueKind;
+use minijinja::value::{ValueIter, ValueKind};
 use minijinja::{Environment, Error, State, Value};
 use std::collections::BTreeMap;
 
-/// Most bytes of a value with all that is in it, an item being [`ITEM`]: more than any context holds.
-const LARGEST: usize = 32 << 20;
+/// Most bytes of a value with all that is in it, an item being [`ITEM`]: more than any context holds. Some lists hold some 25
+/// times of this while they are gone through, such as `zip` of itself, again and again.
+const LARGEST: usize = 8 << 20;
 /// What an item of a list takes besides its own bytes.
 const ITEM: usize = 32;
 /// Items that are measured for one unit of fuel.
@@ -123,37 +124,54 @@ fn makes_a_value(instruction: &Instruction<'_>) -> bool {
 
 /// Refuses a value that is too large. Strings alone are paid for by fuel.
 fn measure(state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
-    if value.as_object().is_none() {
-        return Ok(());
-    }
     let (mut bytes, mut items) = (0, 0_usize);
-    let mut open = vec![value.clone()];
-    while let Some(value) = open.pop() {
-        let is_map = match value.kind() {
-            ValueKind::Map => true,
-            ValueKind::Seq | ValueKind::Iterable => false,
-            _ => continue,
+    // Depth first: some lists make their items anew whenever they are asked, so few are held at a time.
+    let mut open: Vec<Container> = Container::of(value)?.into_iter().collect();
+    while let Some(container) = open.last_mut() {
+        let Some(key) = container.items.next() else {
+            open.pop();
+            continue;
         };
-        for key in value.try_iter()? {
-            let item = if is_map { value.get_item(&key)? } else { key.clone() };
-            if is_namespace(&item) {
-                return Err(namespace_inside());
+        let text = |value: &Value| value.as_str().map_or(0, str::len);
+        let item = match &container.map {
+            Some(map) => {
+                bytes += text(&key);
+                map.get_item(&key)?
             }
-            let text = |value: &Value| value.as_str().map_or(0, str::len);
-            bytes += ITEM + text(&item) + if is_map { text(&key) } else { 0 };
-            if bytes > LARGEST {
-                return Err(unsupported(format!("a value of more than {LARGEST} bytes")));
-            }
-            items += 1;
-            if items.is_multiple_of(ITEMS_PER_FUEL) {
-                state.consume_fuel(1)?;
-            }
-            if item.as_object().is_some() {
-                open.push(item);
-            }
+            None => key,
+        };
+        if is_namespace(&item) {
+            return Err(namespace_inside());
         }
+        bytes += ITEM + text(&item);
+        if bytes > LARGEST {
+            return Err(unsupported(format!("a value of more than {LARGEST} bytes")));
+        }
+        items += 1;
+        if items.is_multiple_of(ITEMS_PER_FUEL) {
+            state.consume_fuel(1)?;
+        }
+        open.extend(Container::of(&item)?);
     }
     Ok(())
+}
+
+/// A list or a map on the way through it.
+struct Container {
+    /// What the items are keys of.
+    map: Option<Value>,
+    items: ValueIter,
+}
+
+impl Container {
+    fn of(value: &Value) -> Result<Option<Self>, Error> {
+        let map = match value.kind() {
+            ValueKind::Map => Some(value.clone()),
+            ValueKind::Seq | ValueKind::Iterable => None,
+            _ => return Ok(None),
+        };
+        Ok(Some(Self { map, items: value.try_iter()? }))
+    }
 }
 
 /// What `namespace()` makes can change after it was measured, so nothing may hold it but a variable.
