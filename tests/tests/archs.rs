@@ -91,6 +91,7 @@ fn logits_equal_the_oracles_on_any_cut() {
 #[test]
 fn a_gpu_keeps_to_the_oracles_distributions() {
     let Some(device) = gpu("logits of the other model families") else { return };
+    let mut too_far = Vec::new();
     for folder in families() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         for (ranks, experts) in [(1, "tensor"), (8, "tensor"), (8, "expert")] {
@@ -115,10 +116,14 @@ fn a_gpu_keeps_to_the_oracles_distributions() {
                 divergences.extend(oracle.rows.iter().zip(rows).map(|(p, q)| kl_divergence(p, q)));
             }
             let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
-            eprintln!("{name}, {ranks} ranks, experts by {experts}, cuda: mean KL {mean:.2e}");
-            assert!(mean <= 2e-3, "{name}, {ranks} ranks, experts by {experts}: mean KL {mean}");
+            let line = format!("{name}, {ranks} ranks, experts by {experts}, cuda: mean KL {mean:.2e}");
+            eprintln!("{line}");
+            if mean > 2e-3 {
+                too_far.push(line);
+            }
         }
     }
+    assert!(too_far.is_empty(), "{too_far:#?}");
 }
 
 #[test]
