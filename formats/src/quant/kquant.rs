@@ -3,7 +3,8 @@
 //! A group is 16 (Q2_K, Q3_K, Q6_K) or 32 (Q4_K, Q5_K) consecutive elements. Its quants are one field of bits in as many
 //! consecutive bytes; groups that share bytes differ in the shift.
 
-use super::{block, f16_to_f32, finite};
+use super::integers::{SUPER_BLOCK, SuperBlock};
+use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -160,6 +161,133 @@ impl Q6_K {
     }
 }
 
+impl SuperBlock for Q2_K {
+    const GROUP: usize = 16;
+    const OFFSET: i32 = 0;
+    const LARGEST: u8 = 3;
+
+    #[inline(always)]
+    fn integers(
+        bytes: &[u8],
+        quants: &mut [u8; SUPER_BLOCK],
+        scales: &mut [i32; 16],
+        minima: &mut [i16; 16],
+    ) -> [f32; 2] {
+        let block: &Self = block_of(bytes);
+        let qs = block.qs.as_chunks::<32>().0;
+        for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            *quants = qs[row / 4].map(|q| q >> (row % 4 * 2) & 3);
+        }
+        *scales = block.scales.map(|scale| i32::from(scale & 0x0f));
+        *minima = block.scales.map(|scale| i16::from(scale >> 4));
+        [f16_to_f32(block.d), f16_to_f32(block.dmin)]
+    }
+}
+
+impl SuperBlock for Q3_K {
+    const GROUP: usize = 16;
+    const OFFSET: i32 = 4;
+    const LARGEST: u8 = 7;
+
+    #[inline(always)]
+    fn integers(
+        bytes: &[u8],
+        quants: &mut [u8; SUPER_BLOCK],
+        scales: &mut [i32; 16],
+        minima: &mut [i16; 16],
+    ) -> [f32; 2] {
+        let block: &Self = block_of(bytes);
+        let qs = block.qs.as_chunks::<32>().0;
+        for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            for (quant, (&q, &h)) in quants.iter_mut().zip(qs[row / 4].iter().zip(&block.hmask)) {
+                *quant = q >> (row % 4 * 2) & 3 | (h >> row & 1) << 2;
+            }
+        }
+        for (group, (scale, minimum)) in scales.iter_mut().zip(minima).enumerate() {
+            *minimum = i16::from(block.scale(group)) - 32;
+            *scale = i32::from(*minimum);
+        }
+        [f16_to_f32(block.d), 0.0]
+    }
+}
+
+impl SuperBlock for Q4_K {
+    const GROUP: usize = 32;
+    const OFFSET: i32 = 0;
+    const LARGEST: u8 = 15;
+
+    #[inline(always)]
+    fn integers(
+        bytes: &[u8],
+        quants: &mut [u8; SUPER_BLOCK],
+        scales: &mut [i32; 16],
+        minima: &mut [i16; 16],
+    ) -> [f32; 2] {
+        let block: &Self = block_of(bytes);
+        let qs = block.qs.as_chunks::<32>().0;
+        for (quants, qs) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs) {
+            let (low, high) = quants.split_at_mut(32);
+            for ((low, high), q) in low.iter_mut().zip(high).zip(qs) {
+                (*low, *high) = (q & 0x0f, q >> 4);
+            }
+        }
+        block.scales.all(scales, minima);
+        [f16_to_f32(block.d), f16_to_f32(block.dmin)]
+    }
+}
+
+impl SuperBlock for Q5_K {
+    const GROUP: usize = 32;
+    const OFFSET: i32 = 0;
+    const LARGEST: u8 = 31;
+
+    #[inline(always)]
+    fn integers(
+        bytes: &[u8],
+        quants: &mut [u8; SUPER_BLOCK],
+        scales: &mut [i32; 16],
+        minima: &mut [i16; 16],
+    ) -> [f32; 2] {
+        let block: &Self = block_of(bytes);
+        let qs = block.qs.as_chunks::<32>().0;
+        for (pair, (quants, qs)) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs).enumerate() {
+            let (low, high) = quants.split_at_mut(32);
+            for ((low, high), (q, h)) in low.iter_mut().zip(high).zip(qs.iter().zip(&block.qh)) {
+                let h = h >> (pair * 2);
+                (*low, *high) = (q & 0x0f | (h & 1) << 4, q >> 4 | (h & 2) << 3);
+            }
+        }
+        block.scales.all(scales, minima);
+        [f16_to_f32(block.d), f16_to_f32(block.dmin)]
+    }
+}
+
+impl SuperBlock for Q6_K {
+    const GROUP: usize = 16;
+    const OFFSET: i32 = 32;
+    const LARGEST: u8 = 63;
+
+    #[inline(always)]
+    fn integers(
+        bytes: &[u8],
+        quants: &mut [u8; SUPER_BLOCK],
+        scales: &mut [i32; 16],
+        minima: &mut [i16; 16],
+    ) -> [f32; 2] {
+        let block: &Self = block_of(bytes);
+        let (ql, qh) = (block.ql.as_chunks::<32>().0, block.qh.as_chunks::<32>().0);
+        for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (half, row) = (row / 4, row % 4);
+            for (quant, (&l, &h)) in quants.iter_mut().zip(ql[half * 2 + row % 2].iter().zip(&qh[half])) {
+                *quant = l >> (row / 2 * 4) & 0x0f | (h >> (row * 2) & 3) << 4;
+            }
+        }
+        *scales = block.scales.map(i32::from);
+        *minima = block.scales.map(i16::from);
+        [f16_to_f32(block.d), 0.0]
+    }
+}
+
 /// `dl * q` for two groups of 16. Quants come 32 at a time, because the compiler makes vectors of loops that long.
 #[inline(always)]
 fn scale_groups(quants: &[i8; 32], dl: [f32; 2], out: &mut [f32; 32]) {
@@ -199,5 +327,20 @@ impl ScalesAndMins {
         let scale = self.nibbles[i] & 0x0f | self.scales[i] >> 6 << 4;
         let min = self.nibbles[i] >> 4 | self.mins[i] >> 6 << 4;
         (scale, min)
+    }
+
+    /// All of them; as many as there are places, the second half of those untouched.
+    #[inline(always)]
+    fn all(&self, scales: &mut [i32; 16], mins: &mut [i16; 16]) {
+        const SIX: u32 = 0x3f3f_3f3f;
+        const FOUR: u32 = 0x0f0f_0f0f;
+        const UPPER: u32 = 0x3030_3030;
+        let [s, m, n] = [self.scales, self.mins, self.nibbles].map(u32::from_le_bytes);
+        let join = |low: u32, high: u32| (u64::from(low) | u64::from(high) << 32).to_le_bytes();
+        let s = join(s & SIX, n & FOUR | s >> 2 & UPPER);
+        let m = join(m & SIX, n >> 4 & FOUR | m >> 2 & UPPER);
+        for ((scale, min), (s, m)) in scales.iter_mut().zip(mins).zip(s.into_iter().zip(m)) {
+            (*scale, *min) = (i32::from(s), i16::from(m));
+        }
     }
 }

@@ -3,7 +3,8 @@
 //! Four-bit parts lie as 16 bytes: the low nibbles are elements 0 to 15, the high ones 16 to 31. The fifth bits lie as 32
 //! consecutive bits.
 
-use super::{block, f16_to_f32, finite};
+use super::integers::{SMALL_BLOCK, SmallBlock};
+use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -95,6 +96,49 @@ impl Q8_0 {
         for (out, &q) in out.iter_mut().zip(&self.qs) {
             *out = d * f32::from(q);
         }
+    }
+}
+
+impl SmallBlock for Q4_0 {
+    const OFFSET: i32 = 8;
+    const LARGEST: u8 = 15;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8], quants: &mut [u8; SMALL_BLOCK]) -> f32 {
+        let block: &Self = block_of(bytes);
+        let (low, high) = quants.split_at_mut(16);
+        for ((low, high), q) in low.iter_mut().zip(high).zip(block.qs) {
+            (*low, *high) = (q & 0x0f, q >> 4);
+        }
+        f16_to_f32(block.d)
+    }
+}
+
+impl SmallBlock for Q5_0 {
+    const OFFSET: i32 = 16;
+    const LARGEST: u8 = 31;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8], quants: &mut [u8; SMALL_BLOCK]) -> f32 {
+        let block: &Self = block_of(bytes);
+        let qs = block.qs.as_chunks().0;
+        for (i, (quants, h)) in quants.as_chunks_mut::<8>().0.iter_mut().zip(block.qh).enumerate() {
+            let low = u64::from_le_bytes(qs[i % 2]) >> (i / 2 * 4) & 0x0f0f_0f0f_0f0f_0f0f;
+            *quants = (low | FIFTH_BITS[usize::from(h)]).to_le_bytes();
+        }
+        f16_to_f32(block.d)
+    }
+}
+
+impl SmallBlock for Q8_0 {
+    const OFFSET: i32 = 128;
+    const LARGEST: u8 = 255;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8], quants: &mut [u8; SMALL_BLOCK]) -> f32 {
+        let block: &Self = block_of(bytes);
+        *quants = block.qs.map(|q| q as u8 ^ 0x80);
+        f16_to_f32(block.d)
     }
 }
 
