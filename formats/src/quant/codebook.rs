@@ -1,6 +1,6 @@
 //! Four bits an element that choose one of 16 values.
 
-use super::integers::{SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock};
+use super::integers::{SMALL_BLOCK, SmallBlock, SuperBlock, SuperIntegers};
 use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -104,10 +104,11 @@ impl SmallBlock for IQ4_NL {
     const LARGEST: u8 = 240;
 
     #[inline(always)]
-    fn integers(bytes: &[u8], quants: &mut [u8; SMALL_BLOCK]) -> f32 {
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
         let block: &Self = block_of(bytes);
-        choose_integers(&raised(&NONLINEAR, 127), &block.qs, quants);
-        f16_to_f32(block.d)
+        let mut quants = [0; SMALL_BLOCK];
+        choose_integers(&raised(&NONLINEAR, 127), &block.qs, &mut quants);
+        (quants, f16_to_f32(block.d))
     }
 }
 
@@ -117,13 +118,9 @@ impl SuperBlock for IQ4_XS {
     const LARGEST: u8 = 240;
 
     #[inline(always)]
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2] {
+    fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
+        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
         let scales_h = block.scales_h.get();
         let groups = quants.as_chunks_mut().0.iter_mut().zip(block.qs.as_chunks().0).enumerate();
         for (group, (quants, qs)) in groups {
@@ -133,7 +130,7 @@ impl SuperBlock for IQ4_XS {
             scales[group] = i32::from(minima[group]);
             choose_integers(&raised(&NONLINEAR, 127), qs, quants);
         }
-        [f16_to_f32(block.d), 0.0]
+        SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
     }
 }
 
@@ -142,10 +139,11 @@ impl SmallBlock for MXFP4 {
     const LARGEST: u8 = 24;
 
     #[inline(always)]
-    fn integers(bytes: &[u8], quants: &mut [u8; SMALL_BLOCK]) -> f32 {
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
         let block: &Self = block_of(bytes);
-        choose_integers(&raised(&E2M1_DOUBLED, 12), &block.qs, quants);
-        half_e8m0(block.e)
+        let mut quants = [0; SMALL_BLOCK];
+        choose_integers(&raised(&E2M1_DOUBLED, 12), &block.qs, &mut quants);
+        (quants, half_e8m0(block.e))
     }
 }
 

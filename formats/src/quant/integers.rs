@@ -18,17 +18,73 @@ pub trait SuperBlock: Block {
     /// The largest quant.
     const LARGEST: u8;
 
-    /// Takes a block of [`Block::BYTES`] bytes apart; of `scales` and `minima` as many as there are groups. The result is the
-    /// two factors.
+    /// Takes a block of [`Block::BYTES`] bytes apart.
     ///
     /// # Panics
     /// When the length of `bytes` is wrong.
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2];
+    fn integers(bytes: &[u8]) -> SuperIntegers;
+}
+
+/// A [`SuperBlock`] taken apart. It is returned and not filled in: only then does the compiler know that nothing of it is in the
+/// block, without which most loops stay scalar.
+#[derive(Clone, Copy, Debug)]
+pub struct SuperIntegers {
+    /// Of each element.
+    pub quants: [u8; SUPER_BLOCK],
+    /// Of each group; the rest is 0.
+    pub scales: [i32; 16],
+    /// Of each group; the rest is 0.
+    pub minima: [i16; 16],
+    /// Of the scales and of the minima.
+    pub factors: [f32; 2],
+}
+
+impl SuperIntegers {
+    pub(super) const ZERO: Self =
+        Self { quants: [0; SUPER_BLOCK], scales: [0; 16], minima: [0; 16], factors: [0.0; 2] };
+}
+
+/// `N` bytes in words, of which fields of bits are taken all at once. Loops over bytes as short as a group's are unrolled before
+/// the compiler looks for vectors in them, and then it finds none; in words it does.
+#[derive(Clone, Copy)]
+pub(super) struct Words<const N: usize>([u64; N]);
+
+impl<const N: usize> Words<N> {
+    /// Of 8 N bytes.
+    #[inline(always)]
+    pub(super) fn of(bytes: &[u8]) -> Self {
+        let words: &[[u8; 8]; N] = bytes.as_chunks().0.try_into().expect("8 bytes for each word");
+        Self(words.map(u64::from_le_bytes))
+    }
+
+    /// `byte >> shift & mask` of each byte.
+    #[inline(always)]
+    pub(super) fn field(self, shift: usize, mask: u8) -> Self {
+        Self(self.0.map(|word| word >> shift & u64::from_ne_bytes([mask; 8])))
+    }
+
+    /// `self | other << shift`, where no byte of `other` becomes larger than a byte.
+    #[inline(always)]
+    pub(super) fn with(mut self, other: Self, shift: usize) -> Self {
+        for (word, other) in self.0.iter_mut().zip(other.0) {
+            *word |= other << shift;
+        }
+        self
+    }
+
+    /// Each bit but the highest of a byte stays, that one changes.
+    #[inline(always)]
+    pub(super) fn flip_signs(self) -> Self {
+        Self(self.0.map(|word| word ^ u64::from_ne_bytes([0x80; 8])))
+    }
+
+    /// Back to bytes.
+    #[inline(always)]
+    pub(super) fn put(self, bytes: &mut [u8]) {
+        for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(self.0) {
+            *bytes = word.to_le_bytes();
+        }
+    }
 }
 
 /// 32 elements with one scale: element i is `factor * (quants[i] - OFFSET)`.
@@ -38,11 +94,11 @@ pub trait SmallBlock: Block {
     /// The largest quant.
     const LARGEST: u8;
 
-    /// Takes a block of [`Block::BYTES`] bytes apart; the result is the factor.
+    /// Takes a block of [`Block::BYTES`] bytes apart into quants and the factor.
     ///
     /// # Panics
     /// When the length of `bytes` is wrong.
-    fn integers(bytes: &[u8], quants: &mut [u8; SMALL_BLOCK]) -> f32;
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32);
 }
 
 /// Something to do with a type that can be taken apart into integers.
@@ -99,9 +155,7 @@ mod tests {
         type Output = [Vec<f64>; 2];
 
         fn call_super<B: SuperBlock>(self) -> Self::Output {
-            let mut quants = [255; SUPER_BLOCK];
-            let (mut scales, mut minima) = ([i32::MAX; 16], [i16::MAX; 16]);
-            let [d, dmin] = B::integers(self.0, &mut quants, &mut scales, &mut minima);
+            let SuperIntegers { quants, scales, minima, factors: [d, dmin] } = B::integers(self.0);
             let value = |(i, &q): (usize, &u8)| {
                 assert!(q <= B::LARGEST);
                 let (scale, minimum) = (scales[i / B::GROUP], minima[i / B::GROUP]);
@@ -115,8 +169,7 @@ mod tests {
         }
 
         fn call_small<B: SmallBlock>(self) -> Self::Output {
-            let mut quants = [255; SMALL_BLOCK];
-            let d = B::integers(self.0, &mut quants);
+            let (quants, d) = B::integers(self.0);
             assert!(quants.iter().all(|&q| q <= B::LARGEST));
             let value = |&q: &u8| f64::from(d) * f64::from(i32::from(q) - B::OFFSET);
             [quants.iter().map(value).collect(), decoded(B::DTYPE, self.0, SMALL_BLOCK)]

@@ -3,7 +3,7 @@
 //! A group is 16 (Q2_K, Q3_K, Q6_K) or 32 (Q4_K, Q5_K) consecutive elements. Its quants are one field of bits in as many
 //! consecutive bytes; groups that share bytes differ in the shift.
 
-use super::integers::{SUPER_BLOCK, SuperBlock};
+use super::integers::{SuperBlock, SuperIntegers, Words};
 use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -167,20 +167,17 @@ impl SuperBlock for Q2_K {
     const LARGEST: u8 = 3;
 
     #[inline(always)]
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2] {
+    fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
+        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
         let qs = block.qs.as_chunks::<32>().0;
         for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            *quants = qs[row / 4].map(|q| q >> (row % 4 * 2) & 3);
+            Words::<4>::of(&qs[row / 4]).field(row % 4 * 2, 3).put(quants);
         }
-        *scales = block.scales.map(|scale| i32::from(scale & 0x0f));
-        *minima = block.scales.map(|scale| i16::from(scale >> 4));
-        [f16_to_f32(block.d), f16_to_f32(block.dmin)]
+        scales = block.scales.map(|scale| i32::from(scale & 0x0f));
+        minima = block.scales.map(|scale| i16::from(scale >> 4));
+        let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
+        SuperIntegers { quants, scales, minima, factors }
     }
 }
 
@@ -190,24 +187,19 @@ impl SuperBlock for Q3_K {
     const LARGEST: u8 = 7;
 
     #[inline(always)]
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2] {
+    fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
+        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
         let qs = block.qs.as_chunks::<32>().0;
         for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            for (quant, (&q, &h)) in quants.iter_mut().zip(qs[row / 4].iter().zip(&block.hmask)) {
-                *quant = q >> (row % 4 * 2) & 3 | (h >> row & 1) << 2;
-            }
+            let high = Words::of(&block.hmask).field(row, 1);
+            Words::<4>::of(&qs[row / 4]).field(row % 4 * 2, 3).with(high, 2).put(quants);
         }
-        for (group, (scale, minimum)) in scales.iter_mut().zip(minima).enumerate() {
+        for (group, (scale, minimum)) in scales.iter_mut().zip(&mut minima).enumerate() {
             *minimum = i16::from(block.scale(group)) - 32;
             *scale = i32::from(*minimum);
         }
-        [f16_to_f32(block.d), 0.0]
+        SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
     }
 }
 
@@ -217,22 +209,18 @@ impl SuperBlock for Q4_K {
     const LARGEST: u8 = 15;
 
     #[inline(always)]
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2] {
+    fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
+        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
         let qs = block.qs.as_chunks::<32>().0;
         for (quants, qs) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs) {
-            let (low, high) = quants.split_at_mut(32);
-            for ((low, high), q) in low.iter_mut().zip(high).zip(qs) {
-                (*low, *high) = (q & 0x0f, q >> 4);
-            }
+            let qs = Words::<4>::of(qs);
+            qs.field(0, 0x0f).put(&mut quants[..32]);
+            qs.field(4, 0x0f).put(&mut quants[32..]);
         }
-        block.scales.all(scales, minima);
-        [f16_to_f32(block.d), f16_to_f32(block.dmin)]
+        (scales, minima) = block.scales.all();
+        let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
+        SuperIntegers { quants, scales, minima, factors }
     }
 }
 
@@ -242,23 +230,18 @@ impl SuperBlock for Q5_K {
     const LARGEST: u8 = 31;
 
     #[inline(always)]
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2] {
+    fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
+        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
         let qs = block.qs.as_chunks::<32>().0;
         for (pair, (quants, qs)) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs).enumerate() {
-            let (low, high) = quants.split_at_mut(32);
-            for ((low, high), (q, h)) in low.iter_mut().zip(high).zip(qs.iter().zip(&block.qh)) {
-                let h = h >> (pair * 2);
-                (*low, *high) = (q & 0x0f | (h & 1) << 4, q >> 4 | (h & 2) << 3);
-            }
+            let (qs, qh) = (Words::<4>::of(qs), Words::of(&block.qh));
+            qs.field(0, 0x0f).with(qh.field(2 * pair, 1), 4).put(&mut quants[..32]);
+            qs.field(4, 0x0f).with(qh.field(2 * pair + 1, 1), 4).put(&mut quants[32..]);
         }
-        block.scales.all(scales, minima);
-        [f16_to_f32(block.d), f16_to_f32(block.dmin)]
+        (scales, minima) = block.scales.all();
+        let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
+        SuperIntegers { quants, scales, minima, factors }
     }
 }
 
@@ -268,23 +251,18 @@ impl SuperBlock for Q6_K {
     const LARGEST: u8 = 63;
 
     #[inline(always)]
-    fn integers(
-        bytes: &[u8],
-        quants: &mut [u8; SUPER_BLOCK],
-        scales: &mut [i32; 16],
-        minima: &mut [i16; 16],
-    ) -> [f32; 2] {
+    fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
+        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
         let (ql, qh) = (block.ql.as_chunks::<32>().0, block.qh.as_chunks::<32>().0);
         for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let (half, row) = (row / 4, row % 4);
-            for (quant, (&l, &h)) in quants.iter_mut().zip(ql[half * 2 + row % 2].iter().zip(&qh[half])) {
-                *quant = l >> (row / 2 * 4) & 0x0f | (h >> (row * 2) & 3) << 4;
-            }
+            let high = Words::of(&qh[half]).field(row * 2, 3);
+            Words::<4>::of(&ql[half * 2 + row % 2]).field(row / 2 * 4, 0x0f).with(high, 4).put(quants);
         }
-        *scales = block.scales.map(i32::from);
-        *minima = block.scales.map(i16::from);
-        [f16_to_f32(block.d), 0.0]
+        scales = block.scales.map(i32::from);
+        minima = block.scales.map(i16::from);
+        SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
     }
 }
 
@@ -329,9 +307,9 @@ impl ScalesAndMins {
         (scale, min)
     }
 
-    /// All of them; as many as there are places, the second half of those untouched.
+    /// All of them, and zeros.
     #[inline(always)]
-    fn all(&self, scales: &mut [i32; 16], mins: &mut [i16; 16]) {
+    fn all(&self) -> ([i32; 16], [i16; 16]) {
         const SIX: u32 = 0x3f3f_3f3f;
         const FOUR: u32 = 0x0f0f_0f0f;
         const UPPER: u32 = 0x3030_3030;
@@ -339,8 +317,10 @@ impl ScalesAndMins {
         let join = |low: u32, high: u32| (u64::from(low) | u64::from(high) << 32).to_le_bytes();
         let s = join(s & SIX, n & FOUR | s >> 2 & UPPER);
         let m = join(m & SIX, n >> 4 & FOUR | m >> 2 & UPPER);
-        for ((scale, min), (s, m)) in scales.iter_mut().zip(mins).zip(s.into_iter().zip(m)) {
+        let (mut scales, mut mins) = ([0; 16], [0; 16]);
+        for ((scale, min), (s, m)) in scales.iter_mut().zip(&mut mins).zip(s.into_iter().zip(m)) {
             (*scale, *min) = (i32::from(s), i16::from(m));
         }
+        (scales, mins)
     }
 }

@@ -19,7 +19,9 @@ mod ternary;
 mod tests;
 
 pub use codebook::{IQ4_NL, IQ4_XS, MXFP4, NVFP4};
-pub use integers::{ForIntegers, SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, dispatch_integers};
+pub use integers::{
+    ForIntegers, SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers, dispatch_integers,
+};
 pub use iq::{IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
 pub use kquant::{Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
 pub use legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};

@@ -10,7 +10,9 @@ use super::isa::{Integer, Kernel, MAX_LANES, Proven, Vector};
 use super::product::TILE;
 use super::rounded::{Block, RoundedRows};
 use formats::Dtype;
-use formats::quant::{ForIntegers, SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, dispatch_integers};
+use formats::quant::{
+    ForIntegers, SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers, dispatch_integers,
+};
 use std::marker::PhantomData;
 
 /// Up to this many activation rows transposing the weights does not pay.
@@ -138,10 +140,11 @@ impl<B: SuperBlock> Super<'_, B> {
     /// Takes one block apart to place `at`.
     #[inline(always)]
     fn take_apart(scratch: &mut Scratch, bytes: &[u8], at: usize) {
-        let [first, second] =
-            B::integers(bytes, &mut scratch.quants[at], &mut scratch.scales[at], &mut scratch.minima[at]);
-        scratch.factors[at][0] = first;
-        scratch.factors[at][1] = second;
+        let SuperIntegers { quants, scales, minima, factors } = B::integers(bytes);
+        scratch.quants[at] = quants;
+        scratch.scales[at] = scales;
+        scratch.minima[at] = minima;
+        scratch.factors[at][..2].copy_from_slice(&factors);
     }
 
     #[inline(always)]
@@ -300,7 +303,7 @@ impl<B: SmallBlock> Small<'_, B> {
     fn take_apart(scratch: &mut Scratch, bytes: &[u8], at: usize) {
         let places = scratch.quants[at].as_chunks_mut().0.iter_mut().zip(&mut scratch.factors[at]);
         for (bytes, (quants, factor)) in bytes.chunks_exact(B::BYTES).zip(places) {
-            *factor = B::integers(bytes, quants);
+            (*quants, *factor) = B::integers(bytes);
         }
     }
 
