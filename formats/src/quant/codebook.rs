@@ -1,6 +1,6 @@
 //! Four bits an element that choose one of 16 values.
 
-use super::integers::{SMALL_BLOCK, SmallBlock, SuperBlock, SuperIntegers};
+use super::integers::{SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers};
 use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -120,7 +120,7 @@ impl SuperBlock for IQ4_XS {
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
-        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
+        let (mut quants, mut scales, mut minima) = ([0; SUPER_BLOCK], [0; 16], [0; 16]);
         let scales_h = block.scales_h.get();
         let groups = quants.as_chunks_mut().0.iter_mut().zip(block.qs.as_chunks().0).enumerate();
         for (group, (quants, qs)) in groups {

@@ -39,11 +39,6 @@ pub struct SuperIntegers {
     pub factors: [f32; 2],
 }
 
-impl SuperIntegers {
-    pub(super) const ZERO: Self =
-        Self { quants: [0; SUPER_BLOCK], scales: [0; 16], minima: [0; 16], factors: [0.0; 2] };
-}
-
 /// `N` bytes in words, of which fields of bits are taken all at once. Loops over bytes as short as a group's are unrolled before
 /// the compiler looks for vectors in them, and then it finds none; in words it does.
 #[derive(Clone, Copy)]

@@ -3,7 +3,7 @@
 //! A group is 16 (Q2_K, Q3_K, Q6_K) or 32 (Q4_K, Q5_K) consecutive elements. Its quants are one field of bits in as many
 //! consecutive bytes; groups that share bytes differ in the shift.
 
-use super::integers::{SuperBlock, SuperIntegers, Words};
+use super::integers::{SUPER_BLOCK, SuperBlock, SuperIntegers, Words};
 use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -169,13 +169,13 @@ impl SuperBlock for Q2_K {
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
-        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
+        let mut quants = [0; SUPER_BLOCK];
         let qs = block.qs.as_chunks::<32>().0;
         for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             Words::<4>::of(&qs[row / 4]).field(row % 4 * 2, 3).put(quants);
         }
-        scales = block.scales.map(|scale| i32::from(scale & 0x0f));
-        minima = block.scales.map(|scale| i16::from(scale >> 4));
+        let scales = block.scales.map(|scale| i32::from(scale & 0x0f));
+        let minima = block.scales.map(|scale| i16::from(scale >> 4));
         let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
         SuperIntegers { quants, scales, minima, factors }
     }
@@ -189,7 +189,7 @@ impl SuperBlock for Q3_K {
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
-        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
+        let (mut quants, mut scales, mut minima) = ([0; SUPER_BLOCK], [0; 16], [0; 16]);
         let qs = block.qs.as_chunks::<32>().0;
         for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let high = Words::of(&block.hmask).field(row, 1);
@@ -211,14 +211,14 @@ impl SuperBlock for Q4_K {
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
-        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
+        let mut quants = [0; SUPER_BLOCK];
         let qs = block.qs.as_chunks::<32>().0;
         for (quants, qs) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs) {
             let qs = Words::<4>::of(qs);
             qs.field(0, 0x0f).put(&mut quants[..32]);
             qs.field(4, 0x0f).put(&mut quants[32..]);
         }
-        (scales, minima) = block.scales.all();
+        let (scales, minima) = block.scales.all();
         let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
         SuperIntegers { quants, scales, minima, factors }
     }
@@ -232,14 +232,14 @@ impl SuperBlock for Q5_K {
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
-        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
+        let mut quants = [0; SUPER_BLOCK];
         let qs = block.qs.as_chunks::<32>().0;
         for (pair, (quants, qs)) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs).enumerate() {
             let (qs, qh) = (Words::<4>::of(qs), Words::of(&block.qh));
             qs.field(0, 0x0f).with(qh.field(2 * pair, 1), 4).put(&mut quants[..32]);
             qs.field(4, 0x0f).with(qh.field(2 * pair + 1, 1), 4).put(&mut quants[32..]);
         }
-        (scales, minima) = block.scales.all();
+        let (scales, minima) = block.scales.all();
         let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
         SuperIntegers { quants, scales, minima, factors }
     }
@@ -253,15 +253,15 @@ impl SuperBlock for Q6_K {
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
         let block: &Self = block_of(bytes);
-        let SuperIntegers { mut quants, mut scales, mut minima, .. } = SuperIntegers::ZERO;
+        let mut quants = [0; SUPER_BLOCK];
         let (ql, qh) = (block.ql.as_chunks::<32>().0, block.qh.as_chunks::<32>().0);
         for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let (half, row) = (row / 4, row % 4);
             let high = Words::of(&qh[half]).field(row * 2, 3);
             Words::<4>::of(&ql[half * 2 + row % 2]).field(row / 2 * 4, 0x0f).with(high, 4).put(quants);
         }
-        scales = block.scales.map(i32::from);
-        minima = block.scales.map(i16::from);
+        let scales = block.scales.map(i32::from);
+        let minima = block.scales.map(i16::from);
         SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
     }
 }
