@@ -3,6 +3,8 @@
 //! A [`Kernel`] is written once over a [`Vector`]. [`Proven::run`] inlines it into a function that is compiled for the
 //! instruction set, with that set's vector. Arrays in place of vector registers would need no unsafe code in the vectors,
 //! but the compiler keeps register tiles of them in memory as often as not, at a twentieth of the speed.
+//!
+//! AMX is left out: its tiles need the system's permission besides the processor's word, and nothing here was run where they are.
 #![cfg_attr(
     target_arch = "x86_64",
     expect(
