@@ -140,7 +140,7 @@ impl<S> Shared<S> {
         unsafe { *self.work.get() = Work { task, chunks } };
         self.next.store(0, Ordering::Relaxed);
         let number = self.state.load(Ordering::Relaxed) / NUMBER + 1;
-        self.state.store(number * NUMBER | OPEN, Ordering::SeqCst);
+        self.state.store((number * NUMBER) | OPEN, Ordering::SeqCst);
         for (thread, asleep) in threads.iter().zip(&self.asleep) {
             // Whoever is not seen asleep here sees the new state before it sleeps.
             if asleep.load(Ordering::SeqCst) {
@@ -150,7 +150,7 @@ impl<S> Shared<S> {
         self.take_chunks(0);
         self.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut looks = 0;
-        while self.state.load(Ordering::Acquire) % OPEN != 0 {
+        while !self.state.load(Ordering::Acquire).is_multiple_of(OPEN) {
             looks += 1;
             if looks < PATIENCE { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
@@ -282,7 +282,7 @@ mod tests {
             let scratches = &pool.shared.scratches;
             // SAFETY: no work is open, so no thread touches its scratch.
             scratches.iter().for_each(|scratch| done += unsafe { *scratch.get() });
-            assert_eq!(done, (0..2000).map(|round: usize| (round % 37).div_ceil(3)).sum::<usize>() + 0);
+            assert_eq!(done, (0..2000).map(|round: usize| (round % 37).div_ceil(3)).sum::<usize>());
         }
     }
 
