@@ -18,11 +18,6 @@ use support::*;
 /// What rounding to BF16 adds to a bound, in roundings of an f32: a cache's values, or a GPU's attention weights.
 const BF16_TERMS: usize = 1 << 15;
 
-/// A backend's twin: on a processor activations are rounded before most products.
-fn twin(name: &str) -> Reference {
-    if name == "cuda" { Reference::new() } else { Reference::rounded() }
-}
-
 /// What it adds to a bound, in roundings of an f32, that a value on the way may be rounded to the integer beside its twin's.
 const NEIGHBOUR_TERMS: usize = 1 << 14;
 
