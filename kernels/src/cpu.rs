@@ -9,10 +9,13 @@ mod blend;
 mod dots;
 mod elementwise;
 mod experts;
+mod integers;
 mod isa;
 mod lanes;
+mod pool;
 mod product;
 mod rotary;
+mod rounded;
 mod router;
 mod rows;
 mod weight;
@@ -29,8 +32,9 @@ use attention::Attention;
 use elementwise::{RmsNorm, SwiGlu};
 use formats::TensorView;
 use isa::Proven;
-use product::{Job, Product};
-use rows::{Order, Rows};
+use product::{Input, Job, Product};
+use rounded::Activations;
+use rows::Order;
 use std::ops::Range;
 use workers::{Workers, grown};
 
@@ -45,6 +49,8 @@ pub struct Cpu {
     step: Step,
     /// A product before its rows are put together.
     tiles: Vec<f32>,
+    /// What goes into a product.
+    activations: Activations,
     /// A decoded 1-D weight.
     vector: Vec<f32>,
     angles: rotary::Angles,
@@ -75,6 +81,7 @@ impl Cpu {
             workers: Workers::new(threads)?,
             step: Step::default(),
             tiles: Vec::new(),
+            activations: Activations::default(),
             vector: Vec::new(),
             angles: rotary::Angles::default(),
             attention: attention::Buffers::default(),
@@ -128,15 +135,26 @@ impl Backend for Cpu {
     }
 
     fn matmul(&mut self, w: &Weight, x: &HostBuffer, rows: usize, out: &mut HostBuffer) {
-        let product = Product {
-            w,
-            x: Rows::new(&x.values()[..rows * w.cols], w.cols),
-            jobs: &[Job { expert: 0, start: 0, len: rows }],
-            out_rows: rows,
-            outputs: Order::Same,
-            factors: None,
-        };
-        product.rows(self.isa, &self.workers, &mut self.tiles, &mut out.values_mut()[..rows * w.rows]);
+        let Self { isa, workers, tiles, activations, .. } = self;
+        let x = Input::new(*isa, workers, w, &x.values()[..rows * w.cols], rows, activations);
+        product(w, x, rows, &[all(rows)]).rows(*isa, workers, tiles, &mut out.values_mut()[..rows * w.rows]);
+    }
+
+    fn matmul_pair(
+        &mut self,
+        w: [&Weight; 2],
+        x: &HostBuffer,
+        rows: usize,
+        [first, second]: [&mut HostBuffer; 2],
+    ) {
+        self.matmul(w[0], x, rows, first);
+        if w[1].rounding() != w[0].rounding() {
+            return self.matmul(w[1], x, rows, second);
+        }
+        let Self { isa, workers, tiles, activations, .. } = self;
+        let x = Input::again(w[1], &x.values()[..rows * w[1].cols], activations);
+        let out = &mut second.values_mut()[..rows * w[1].rows];
+        product(w[1], x, rows, &[all(rows)]).rows(*isa, workers, tiles, out);
     }
 
     fn swiglu(&mut self, gate: &mut HostBuffer, up: &HostBuffer, rows: usize, width: usize) {
@@ -213,6 +231,16 @@ impl Backend for Cpu {
             out.values_mut()[i * width..][..width].copy_from_slice(&x[row * width..][..width]);
         }
     }
+}
+
+/// The product of one matrix with `rows` rows, which are `jobs`.
+fn product<'a>(w: &'a Weight, x: Input<'a>, rows: usize, jobs: &'a [Job; 1]) -> Product<'a> {
+    Product { w, x, jobs, out_rows: rows, outputs: Order::Same, factors: None }
+}
+
+/// All rows meet the only matrix.
+fn all(rows: usize) -> Job {
+    Job { expert: 0, start: 0, len: rows }
 }
 
 /// The values of a 1-D weight.

@@ -8,6 +8,7 @@ pub mod cpu;
 pub mod cuda;
 mod error;
 pub mod reference;
+pub mod rounding;
 pub mod shape;
 pub mod step;
 

@@ -7,6 +7,7 @@ mod attention;
 mod experts;
 
 use crate::backend::{StepLimits, StepRows};
+use crate::rounding;
 use crate::shape::{MlaShape, MoeShape, dims_of, scale_each};
 use crate::step::Step;
 use crate::{Backend, Error, ExpertWeights, HostBuffer};
@@ -17,12 +18,26 @@ use std::ops::Range;
 #[derive(Debug, Default)]
 pub struct Reference {
     step: Step,
+    activations: Activations,
+}
+
+/// What products do with activations.
+#[derive(Clone, Copy, Debug, Default)]
+enum Activations {
+    #[default]
+    Exact,
+    Rounded,
 }
 
 impl Reference {
     /// The backend.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The one that rounds activations as [`rounding`] says before products.
+    pub fn rounded() -> Self {
+        Self { activations: Activations::Rounded, ..Self::default() }
     }
 }
 
@@ -31,13 +46,16 @@ impl Reference {
 pub struct Weight {
     dims: [usize; 3],
     values: Vec<f32>,
+    /// Activations are rounded in blocks of this length.
+    rounding: Option<usize>,
 }
 
 impl Weight {
     /// The rows of one expert, or of the only matrix as expert 0.
     fn matrix(&self, expert: usize) -> Matrix<'_> {
         let [_, rows, cols] = self.dims;
-        Matrix { rows, cols, values: &self.values[expert * rows * cols..][..rows * cols] }
+        let values = &self.values[expert * rows * cols..][..rows * cols];
+        Matrix { rows, cols, values, rounding: self.rounding }
     }
 }
 
@@ -47,6 +65,7 @@ struct Matrix<'a> {
     rows: usize,
     cols: usize,
     values: &'a [f32],
+    rounding: Option<usize>,
 }
 
 impl<'a> Matrix<'a> {
@@ -57,7 +76,7 @@ impl<'a> Matrix<'a> {
     /// The matrix of these rows alone.
     fn slice(self, rows: Range<usize>) -> Self {
         let values = &self.values[rows.start * self.cols..rows.end * self.cols];
-        Self { rows: rows.len(), cols: self.cols, values }
+        Self { rows: rows.len(), values, ..self }
     }
 
     /// `[t][r] = self[r] . x[t]` for `x` `[tokens, cols]`.
@@ -70,7 +89,11 @@ impl<'a> Matrix<'a> {
         }
         let x = &x[..tokens * self.cols];
         for (x, out) in x.chunks(TOKENS * self.cols).zip(out.chunks_mut(TOKENS * self.rows)) {
-            let x = widen(x);
+            let mut x = x.to_vec();
+            if let Some(len) = self.rounding {
+                x.chunks_mut(len).for_each(rounding::round);
+            }
+            let x = widen(&x);
             for r in 0..self.rows {
                 let row = widen(self.row(r));
                 for (x, out) in x.chunks_exact(self.cols).zip(out.chunks_exact_mut(self.rows)) {
@@ -92,7 +115,11 @@ impl Backend for Reference {
         let decode = quant::decoder(view.dtype()).ok_or(Error::UnsupportedType { dtype: view.dtype() })?;
         let mut values = vec![0.0; dims.iter().product()];
         decode(view.bytes(), &mut values);
-        Ok(Weight { dims, values })
+        let rounding = match self.activations {
+            Activations::Exact => None,
+            Activations::Rounded => rounding::block_len(view.dtype()),
+        };
+        Ok(Weight { dims, values, rounding })
     }
 
     fn scaled_weight(&self, view: TensorView, scales: &[f32]) -> Result<Weight, Error> {

@@ -34,19 +34,27 @@ pub struct Local {
     exchange: Arc<Exchange>,
 }
 
+/// Longer sums are shared: each rank adds up a part of the values and takes the others' parts from them.
+const SHARED_FROM: usize = 1 << 14;
+
 /// What the threads share. Two sets of slots in turn: a rank may write the next sum's part while others still read the
 /// last one's, and cannot come back to those slots before everybody has passed the barrier between.
 #[derive(Debug)]
 struct Exchange {
     slots: [Vec<RwLock<Vec<f32>>>; 2],
+    /// Each rank's part of a shared sum.
+    sums: [Vec<RwLock<Vec<f32>>>; 2],
     barrier: Barrier,
 }
 
 impl Local {
     /// One communicator for each of `ranks`, for sums of at most `len` values.
     pub fn group(ranks: usize, len: usize) -> Vec<Self> {
-        let slots = || (0..ranks).map(|_| RwLock::new(vec![0.0; if ranks > 1 { len } else { 0 }])).collect();
-        let exchange = Arc::new(Exchange { slots: [slots(), slots()], barrier: Barrier::new(ranks) });
+        let of = |len: usize| {
+            (0..ranks).map(|_| RwLock::new(vec![0.0; if ranks > 1 { len } else { 0 }])).collect()
+        };
+        let (slots, part) = ([of(len), of(len)], len.div_ceil(ranks));
+        let exchange = Arc::new(Exchange { slots, sums: [of(part), of(part)], barrier: Barrier::new(ranks) });
         (0..ranks).map(|rank| Self { rank, turn: 0, exchange: Arc::clone(&exchange) }).collect()
     }
 }
@@ -65,12 +73,20 @@ impl<B: Backend<Buffer = HostBuffer>> Communicator<B> for Local {
         let values = &mut buffer.values_mut()[..len];
         slots[self.rank].write().unwrap_or_else(PoisonError::into_inner)[..len].copy_from_slice(values);
         self.exchange.barrier.wait()?;
-        // Rank order everywhere: every rank computes the same bits.
-        for (rank, slot) in slots.iter().enumerate() {
-            let part = slot.read().unwrap_or_else(PoisonError::into_inner);
-            match rank {
-                0 => values.copy_from_slice(&part[..len]),
-                _ => values.iter_mut().zip(&part[..len]).for_each(|(sum, x)| *sum += x),
+        if len < SHARED_FROM {
+            add_up(slots, 0, values);
+        } else {
+            let (sums, part) = (&self.exchange.sums[self.turn], len.div_ceil(slots.len()));
+            let part_of = |rank: usize| (rank * part).min(len)..((rank + 1) * part).min(len);
+            let own = part_of(self.rank);
+            let mut sum = sums[self.rank].write().unwrap_or_else(PoisonError::into_inner);
+            add_up(slots, own.start, &mut sum[..own.len()]);
+            drop(sum);
+            self.exchange.barrier.wait()?;
+            for (rank, sum) in sums.iter().enumerate() {
+                let part = part_of(rank);
+                let sum = sum.read().unwrap_or_else(PoisonError::into_inner);
+                values[part.clone()].copy_from_slice(&sum[..part.len()]);
             }
         }
         self.turn ^= 1;
@@ -79,6 +95,18 @@ impl<B: Backend<Buffer = HostBuffer>> Communicator<B> for Local {
 
     fn is_repeatable(&self) -> bool {
         self.exchange.slots[0].len() == 1
+    }
+}
+
+/// `sums` of all slots from the value `first` on. In the order of ranks everywhere: the same bits whoever adds up.
+fn add_up(slots: &[RwLock<Vec<f32>>], first: usize, sums: &mut [f32]) {
+    for (rank, slot) in slots.iter().enumerate() {
+        let slot = slot.read().unwrap_or_else(PoisonError::into_inner);
+        let part = &slot[first..][..sums.len()];
+        match rank {
+            0 => sums.copy_from_slice(part),
+            _ => sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x),
+        }
     }
 }
 
@@ -168,6 +196,37 @@ mod tests {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    #[test]
+    fn long_sums_are_those_of_short_ones() {
+        for len in [SHARED_FROM, SHARED_FROM + 3] {
+            let threads: Vec<_> = Local::group(5, len + 9)
+                .into_iter()
+                .enumerate()
+                .map(|(rank, mut local)| {
+                    std::thread::spawn(move || {
+                        // Of fractions some sums are rounded otherwise in any other order.
+                        let part = |rank: usize, i: usize| 1.0 / (1.5 + (rank * 7 + i % 1000) as f32);
+                        for _ in 0..5 {
+                            let mut buffer = HostBuffer::zeros(len + 9);
+                            let values = buffer.values_mut().iter_mut().enumerate();
+                            values.for_each(|(i, value)| *value = part(rank, i));
+                            reduce(&mut local, &mut buffer, len).unwrap();
+                            for (i, &value) in buffer.values().iter().enumerate() {
+                                let sum = (1..5).fold(part(0, i), |sum, rank| sum + part(rank, i));
+                                assert_eq!(
+                                    value,
+                                    if i < len { sum } else { part(rank, i) },
+                                    "value {i} of {len}"
+                                );
+                            }
+                        }
+                    })
+                })
+                .collect();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        }
     }
 
     #[test]

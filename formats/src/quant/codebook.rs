@@ -1,6 +1,7 @@
 //! Four bits an element that choose one of 16 values.
 
-use super::{block, f16_to_f32, finite};
+use super::integers::{SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers};
+use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -95,6 +96,74 @@ impl NVFP4 {
         for ((out, qs), d) in rows {
             choose(&E2M1_DOUBLED, qs, HALF_E4M3[usize::from(d)], out);
         }
+    }
+}
+
+impl SmallBlock for IQ4_NL {
+    const OFFSET: i32 = 127;
+    const LARGEST: u8 = 240;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SMALL_BLOCK];
+        choose_integers(&raised(&NONLINEAR, 127), &block.qs, &mut quants);
+        (quants, f16_to_f32(block.d))
+    }
+}
+
+impl SuperBlock for IQ4_XS {
+    const GROUP: usize = 32;
+    const OFFSET: i32 = 127;
+    const LARGEST: u8 = 240;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> SuperIntegers {
+        let block: &Self = block_of(bytes);
+        let (mut quants, mut scales, mut minima) = ([0; SUPER_BLOCK], [0; 16], [0; 16]);
+        let scales_h = block.scales_h.get();
+        let groups = quants.as_chunks_mut().0.iter_mut().zip(block.qs.as_chunks().0).enumerate();
+        for (group, (quants, qs)) in groups {
+            let low = block.scales_l[group / 2] >> (group % 2 * 4) & 0x0f;
+            let high = (scales_h >> (group * 2) & 3) as u8;
+            minima[group] = i16::from(low | high << 4) - 32;
+            scales[group] = i32::from(minima[group]);
+            choose_integers(&raised(&NONLINEAR, 127), qs, quants);
+        }
+        SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
+    }
+}
+
+impl SmallBlock for MXFP4 {
+    const OFFSET: i32 = 12;
+    const LARGEST: u8 = 24;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SMALL_BLOCK];
+        choose_integers(&raised(&E2M1_DOUBLED, 12), &block.qs, &mut quants);
+        (quants, half_e8m0(block.e))
+    }
+}
+
+/// Values with `offset` added, none of which is below its negative.
+const fn raised(values: &[i8; 16], offset: i16) -> [u8; 16] {
+    let mut raised = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        raised[i] = (values[i] as i16 + offset) as u8;
+        i += 1;
+    }
+    raised
+}
+
+/// `values[q]` for the low, then for the high nibbles of `qs`.
+#[inline(always)]
+fn choose_integers(values: &[u8; 16], qs: &[u8; 16], quants: &mut [u8; SMALL_BLOCK]) {
+    let (low, high) = quants.split_at_mut(16);
+    for ((low, high), q) in low.iter_mut().zip(high).zip(qs) {
+        (*low, *high) = (values[usize::from(q & 0x0f)], values[usize::from(q >> 4)]);
     }
 }
 

@@ -3,7 +3,8 @@
 //! A group is 16 (Q2_K, Q3_K, Q6_K) or 32 (Q4_K, Q5_K) consecutive elements. Its quants are one field of bits in as many
 //! consecutive bytes; groups that share bytes differ in the shift.
 
-use super::{block, f16_to_f32, finite};
+use super::integers::{SUPER_BLOCK, SuperBlock, SuperIntegers, Words};
+use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -160,6 +161,111 @@ impl Q6_K {
     }
 }
 
+impl SuperBlock for Q2_K {
+    const GROUP: usize = 16;
+    const OFFSET: i32 = 0;
+    const LARGEST: u8 = 3;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> SuperIntegers {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SUPER_BLOCK];
+        let qs = block.qs.as_chunks::<32>().0;
+        for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            Words::<4>::of(&qs[row / 4]).field(row % 4 * 2, 3).put(quants);
+        }
+        let scales = block.scales.map(|scale| i32::from(scale & 0x0f));
+        let minima = block.scales.map(|scale| i16::from(scale >> 4));
+        let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
+        SuperIntegers { quants, scales, minima, factors }
+    }
+}
+
+impl SuperBlock for Q3_K {
+    const GROUP: usize = 16;
+    const OFFSET: i32 = 4;
+    const LARGEST: u8 = 7;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> SuperIntegers {
+        let block: &Self = block_of(bytes);
+        let (mut quants, mut scales, mut minima) = ([0; SUPER_BLOCK], [0; 16], [0; 16]);
+        let qs = block.qs.as_chunks::<32>().0;
+        for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let high = Words::of(&block.hmask).field(row, 1);
+            Words::<4>::of(&qs[row / 4]).field(row % 4 * 2, 3).with(high, 2).put(quants);
+        }
+        for (group, (scale, minimum)) in scales.iter_mut().zip(&mut minima).enumerate() {
+            *minimum = i16::from(block.scale(group)) - 32;
+            *scale = i32::from(*minimum);
+        }
+        SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
+    }
+}
+
+impl SuperBlock for Q4_K {
+    const GROUP: usize = 32;
+    const OFFSET: i32 = 0;
+    const LARGEST: u8 = 15;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> SuperIntegers {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SUPER_BLOCK];
+        let qs = block.qs.as_chunks::<32>().0;
+        for (quants, qs) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs) {
+            let qs = Words::<4>::of(qs);
+            qs.field(0, 0x0f).put(&mut quants[..32]);
+            qs.field(4, 0x0f).put(&mut quants[32..]);
+        }
+        let (scales, minima) = block.scales.all();
+        let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
+        SuperIntegers { quants, scales, minima, factors }
+    }
+}
+
+impl SuperBlock for Q5_K {
+    const GROUP: usize = 32;
+    const OFFSET: i32 = 0;
+    const LARGEST: u8 = 31;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> SuperIntegers {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SUPER_BLOCK];
+        let qs = block.qs.as_chunks::<32>().0;
+        for (pair, (quants, qs)) in quants.as_chunks_mut::<64>().0.iter_mut().zip(qs).enumerate() {
+            let (qs, qh) = (Words::<4>::of(qs), Words::of(&block.qh));
+            qs.field(0, 0x0f).with(qh.field(2 * pair, 1), 4).put(&mut quants[..32]);
+            qs.field(4, 0x0f).with(qh.field(2 * pair + 1, 1), 4).put(&mut quants[32..]);
+        }
+        let (scales, minima) = block.scales.all();
+        let factors = [f16_to_f32(block.d), f16_to_f32(block.dmin)];
+        SuperIntegers { quants, scales, minima, factors }
+    }
+}
+
+impl SuperBlock for Q6_K {
+    const GROUP: usize = 16;
+    const OFFSET: i32 = 32;
+    const LARGEST: u8 = 63;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> SuperIntegers {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SUPER_BLOCK];
+        let (ql, qh) = (block.ql.as_chunks::<32>().0, block.qh.as_chunks::<32>().0);
+        for (row, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (half, row) = (row / 4, row % 4);
+            let high = Words::of(&qh[half]).field(row * 2, 3);
+            Words::<4>::of(&ql[half * 2 + row % 2]).field(row / 2 * 4, 0x0f).with(high, 4).put(quants);
+        }
+        let scales = block.scales.map(i32::from);
+        let minima = block.scales.map(i16::from);
+        SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
+    }
+}
+
 /// `dl * q` for two groups of 16. Quants come 32 at a time, because the compiler makes vectors of loops that long.
 #[inline(always)]
 fn scale_groups(quants: &[i8; 32], dl: [f32; 2], out: &mut [f32; 32]) {
@@ -199,5 +305,22 @@ impl ScalesAndMins {
         let scale = self.nibbles[i] & 0x0f | self.scales[i] >> 6 << 4;
         let min = self.nibbles[i] >> 4 | self.mins[i] >> 6 << 4;
         (scale, min)
+    }
+
+    /// All of them, and zeros.
+    #[inline(always)]
+    fn all(&self) -> ([i32; 16], [i16; 16]) {
+        const SIX: u32 = 0x3f3f_3f3f;
+        const FOUR: u32 = 0x0f0f_0f0f;
+        const UPPER: u32 = 0x3030_3030;
+        let [s, m, n] = [self.scales, self.mins, self.nibbles].map(u32::from_le_bytes);
+        let join = |low: u32, high: u32| (u64::from(low) | u64::from(high) << 32).to_le_bytes();
+        let s = join(s & SIX, n & FOUR | s >> 2 & UPPER);
+        let m = join(m & SIX, n >> 4 & FOUR | m >> 2 & UPPER);
+        let (mut scales, mut mins) = ([0; 16], [0; 16]);
+        for ((scale, min), (s, m)) in scales.iter_mut().zip(&mut mins).zip(s.into_iter().zip(m)) {
+            (*scale, *min) = (i32::from(s), i16::from(m));
+        }
+        (scales, mins)
     }
 }

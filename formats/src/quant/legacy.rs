@@ -3,9 +3,10 @@
 //! Four-bit parts lie as 16 bytes: the low nibbles are elements 0 to 15, the high ones 16 to 31. The fifth bits lie as 32
 //! consecutive bits.
 
-use super::{block, f16_to_f32, finite};
+use super::integers::{SMALL_BLOCK, SmallBlock, Words};
+use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
-use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// `d * (q - 8)`, q of 4 bits.
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -95,6 +96,51 @@ impl Q8_0 {
         for (out, &q) in out.iter_mut().zip(&self.qs) {
             *out = d * f32::from(q);
         }
+    }
+}
+
+impl SmallBlock for Q4_0 {
+    const OFFSET: i32 = 8;
+    const LARGEST: u8 = 15;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SMALL_BLOCK];
+        let qs = Words::<2>::of(&block.qs);
+        qs.field(0, 0x0f).put(&mut quants[..16]);
+        qs.field(4, 0x0f).put(&mut quants[16..]);
+        (quants, f16_to_f32(block.d))
+    }
+}
+
+impl SmallBlock for Q5_0 {
+    const OFFSET: i32 = 16;
+    const LARGEST: u8 = 31;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SMALL_BLOCK];
+        let qs = block.qs.as_chunks().0;
+        for (i, (quants, h)) in quants.as_chunks_mut::<8>().0.iter_mut().zip(block.qh).enumerate() {
+            let low = u64::from_le_bytes(qs[i % 2]) >> (i / 2 * 4) & 0x0f0f_0f0f_0f0f_0f0f;
+            *quants = (low | FIFTH_BITS[usize::from(h)]).to_le_bytes();
+        }
+        (quants, f16_to_f32(block.d))
+    }
+}
+
+impl SmallBlock for Q8_0 {
+    const OFFSET: i32 = 128;
+    const LARGEST: u8 = 255;
+
+    #[inline(always)]
+    fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
+        let block: &Self = block_of(bytes);
+        let mut quants = [0; SMALL_BLOCK];
+        Words::<4>::of(block.qs.as_bytes()).flip_signs().put(&mut quants);
+        (quants, f16_to_f32(block.d))
     }
 }
 

@@ -8,6 +8,7 @@
 //! Source of all layouts: ggml b11434 `ggml-common.h` and `ggml-quants.c`, gguf-py 0.19 `quants.py`.
 
 mod codebook;
+mod integers;
 mod iq;
 mod iq_grids;
 mod kquant;
@@ -18,6 +19,9 @@ mod ternary;
 mod tests;
 
 pub use codebook::{IQ4_NL, IQ4_XS, MXFP4, NVFP4};
+pub use integers::{
+    ForIntegers, SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers, dispatch_integers,
+};
 pub use iq::{IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
 pub use kquant::{Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
 pub use legacy::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
@@ -26,6 +30,7 @@ pub use ternary::{Q1_0, Q2_0, TQ1_0, TQ2_0};
 
 use crate::{Dtype, Error};
 use zerocopy::little_endian::U16;
+use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 /// A ggml type known at compile time: what generic code over blocks is written against.
 ///
@@ -180,21 +185,28 @@ macro_rules! block {
 
             #[inline(always)]
             fn decode(bytes: &[u8], out: &mut [f32]) {
-                let block: &Self =
-                    zerocopy::FromBytes::ref_from_bytes(bytes).expect("the bytes of one block");
+                let block: &Self = $crate::quant::block_of(bytes);
                 block.values(out.try_into().expect("the elements of one block"));
             }
 
             #[inline(always)]
             fn is_finite(bytes: &[u8]) -> bool {
-                let $block: &Self =
-                    zerocopy::FromBytes::ref_from_bytes(bytes).expect("the bytes of one block");
+                let $block: &Self = $crate::quant::block_of(bytes);
                 $finite
             }
         }
     };
 }
 use block;
+
+/// The block that `bytes` are.
+///
+/// # Panics
+/// When their number is wrong.
+#[inline(always)]
+fn block_of<B: FromBytes + KnownLayout + Immutable + Unaligned>(bytes: &[u8]) -> &B {
+    B::ref_from_bytes(bytes).expect("the bytes of one block")
+}
 
 fn check_lengths<B: Block + ?Sized>(bytes: usize, elements: usize) {
     let whole = elements.is_multiple_of(B::LEN) && Some(bytes) == (elements / B::LEN).checked_mul(B::BYTES);

@@ -3,8 +3,9 @@
 use super::Weight;
 use super::elementwise::SwiGlu;
 use super::isa::Proven;
-use super::product::{Job, Product, untile};
-use super::rows::{Order, Rows};
+use super::product::{Input, Job, Product, untile};
+use super::rounded::Activations;
+use super::rows::Order;
 use super::workers::{Workers, grown};
 use crate::ExpertWeights;
 use crate::shape::MoeShape;
@@ -24,6 +25,8 @@ pub(super) struct Buffers {
     up: Vec<f32>,
     /// `[T, hidden]`, in tiles.
     tiles: Vec<f32>,
+    /// What comes in, then what goes down.
+    activations: Activations,
 }
 
 impl Buffers {
@@ -64,21 +67,22 @@ pub(super) fn experts(
     out: &mut [f32],
 ) {
     buffers.group(shape, &choice[..rows * 2 * shape.num_experts_per_tok]);
-    let Buffers { jobs, tokens, weights, gate, up, tiles } = buffers;
+    let Buffers { jobs, tokens, weights, gate, up, tiles, activations } = buffers;
     let visits = tokens.len();
-    let into_visits = |w| Product {
-        w,
-        x: Rows::new(x, shape.hidden).listed(tokens),
-        jobs,
-        out_rows: visits,
-        outputs: Order::Same,
-        factors: None,
-    };
     let width = shape.intermediate;
     let gate = grown(gate, visits * width);
     let up = grown(up, visits * width);
-    into_visits(&experts.gate).tiles(isa, workers, gate);
-    into_visits(&experts.up).tiles(isa, workers, up);
+    let mut rounding = None;
+    for (w, out) in [(&experts.gate, &mut *gate), (&experts.up, &mut *up)] {
+        // Both take the same activations unless their types differ.
+        let x = match rounding == Some(w.rounding()) {
+            true => Input::again(w, x, activations),
+            false => Input::new(isa, workers, w, x, rows, activations),
+        };
+        rounding = Some(w.rounding());
+        let (x, outputs) = (x.listed(tokens), Order::Same);
+        Product { w, x, jobs, out_rows: visits, outputs, factors: None }.tiles(isa, workers, out);
+    }
     let len = width.max(1);
     workers.chunks(gate, len, visits * width * 8, |i, gate, _| {
         let up = &up[i * len..][..gate.len()];
@@ -88,7 +92,7 @@ pub(super) fn experts(
 
     let down = Product {
         w: &experts.down,
-        x: Rows::new(up, width),
+        x: Input::new(isa, workers, &experts.down, up, visits, activations),
         jobs,
         out_rows: rows,
         outputs: Order::Listed(tokens),

@@ -3,6 +3,8 @@
 //! A [`Kernel`] is written once over a [`Vector`]. [`Proven::run`] inlines it into a function that is compiled for the
 //! instruction set, with that set's vector. Arrays in place of vector registers would need no unsafe code in the vectors,
 //! but the compiler keeps register tiles of them in memory as often as not, at a twentieth of the speed.
+//!
+//! AMX is left out: its tiles need the system's permission besides the processor's word, and nothing here was run where they are.
 #![cfg_attr(
     target_arch = "x86_64",
     expect(
@@ -10,6 +12,9 @@
         reason = "instructions that were detected at run time, and functions compiled for them"
     )
 )]
+
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 /// An instruction set that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,11 +25,13 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
+    /// The same with VNNI: products of bytes in one instruction.
+    Avx512Vnni,
 }
 
 impl Isa {
     /// All of them, the slowest first.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Vnni];
 
     /// Whether this processor has it.
     pub fn is_available(self) -> bool {
@@ -40,8 +47,10 @@ impl Isa {
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("avx512dq")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => Self::Avx512.is_available() && is_x86_feature_detected!("avx512vnni"),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => false,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Vnni => false,
         }
     }
 }
@@ -52,6 +61,7 @@ impl std::fmt::Display for Isa {
             Self::Portable => "portable",
             Self::Avx2 => "AVX2",
             Self::Avx512 => "AVX-512",
+            Self::Avx512Vnni => "AVX-512 VNNI",
         })
     }
 }
@@ -72,6 +82,12 @@ pub(super) trait Kernel {
 ///
 /// Those that need an instruction set are private to this module, so that only [`Proven::run`] can bring them into use.
 pub(super) trait Vector<const L: usize>: Copy {
+    /// As many integers.
+    type Integer: Integer<L>;
+
+    /// Each integer rounded to the nearest f32, ties to even.
+    fn from_integers(integers: Self::Integer) -> Self;
+
     /// `value` in all lanes.
     fn splat(value: f32) -> Self;
 
@@ -81,6 +97,9 @@ pub(super) trait Vector<const L: usize>: Copy {
     /// The lanes to memory.
     fn store(self, lanes: &mut [f32; L]);
 
+    /// `self * b`
+    fn mul(self, b: Self) -> Self;
+
     /// `self * b + c`, rounded once if the instruction set can.
     fn mul_add(self, b: Self, c: Self) -> Self;
 
@@ -89,6 +108,76 @@ pub(super) trait Vector<const L: usize>: Copy {
 
     /// What [`Vector::mul_add`] does in each lane.
     fn lane_mul_add(a: f32, b: f32, c: f32) -> f32;
+}
+
+/// A register of `L` i32 lanes, each of which can also be seen as four bytes or two halves. Sums wrap around.
+pub(super) trait Integer<const L: usize>: Copy {
+    /// `value` in all lanes.
+    fn splat(value: i32) -> Self;
+
+    /// The lanes from memory.
+    fn load<T: Lane>(lanes: &[T; L]) -> Self;
+
+    /// The lanes to memory.
+    fn store(self, lanes: &mut [i32; L]);
+
+    /// Sum of each lane.
+    fn add(self, b: Self) -> Self;
+
+    /// Product of each lane.
+    fn mul(self, b: Self) -> Self;
+
+    /// Adds to each lane the products of four unsigned bytes of `w` with four signed ones of `x`. Bytes of `w` above 127 need
+    /// `WIDE`: without it, pairs of products may be added in 16 bits.
+    fn dot4<const WIDE: bool>(self, w: Self, x: Self) -> Self;
+
+    /// Adds to each lane the products of two signed halves.
+    fn dot2(self, a: Self, b: Self) -> Self;
+
+    /// Sum of the lanes.
+    fn sum(self) -> i32;
+
+    /// Lane l is `scales[(part * L + l) / PER]`, PER being 4 or 8.
+    fn spread<const PER: usize>(scales: &[i32; 16], part: usize) -> Self;
+
+    /// `columns[c][r] = rows[r][c]`
+    fn transpose(rows: [&[[u8; 4]; L]; L], columns: &mut [[[u8; 4]; L]; L]);
+}
+
+/// Four bytes that are a lane of an [`Integer`].
+pub(super) trait Lane: Copy {
+    /// The lane.
+    fn bits(self) -> i32;
+}
+
+impl Lane for i32 {
+    #[inline(always)]
+    fn bits(self) -> i32 {
+        self
+    }
+}
+
+impl Lane for [u8; 4] {
+    #[inline(always)]
+    fn bits(self) -> i32 {
+        i32::from_ne_bytes(self)
+    }
+}
+
+impl Lane for [i8; 4] {
+    #[inline(always)]
+    fn bits(self) -> i32 {
+        let [a, b, c, d] = self;
+        i32::from_ne_bytes([a as u8, b as u8, c as u8, d as u8])
+    }
+}
+
+impl Lane for [i16; 2] {
+    #[inline(always)]
+    fn bits(self) -> i32 {
+        let ([a, b], [c, d]) = (self[0].to_ne_bytes(), self[1].to_ne_bytes());
+        i32::from_ne_bytes([a, b, c, d])
+    }
 }
 
 /// The widest vector in f32 lanes.
@@ -118,6 +207,9 @@ impl Proven {
             // SAFETY: a `Proven(Avx512)` exists only after `is_available` detected every feature of `avx512`.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => unsafe { x86::avx512(kernel, out) },
+            // SAFETY: a `Proven(Avx512Vnni)` exists only after `is_available` detected every feature of `avx512_vnni`.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => unsafe { x86::avx512_vnni(kernel, out) },
             _ => portable(kernel, out),
         }
     }
@@ -135,6 +227,18 @@ fn portable<K: Kernel>(kernel: K, out: &mut [f32]) {
 struct Portable([f32; 4]);
 
 impl Vector<4> for Portable {
+    type Integer = PortableInteger;
+
+    #[inline(always)]
+    fn from_integers(integers: PortableInteger) -> Self {
+        Self(integers.0.map(|lane| lane as f32))
+    }
+
+    #[inline(always)]
+    fn mul(self, b: Self) -> Self {
+        Self(std::array::from_fn(|l| self.0[l] * b.0[l]))
+    }
+
     #[inline(always)]
     fn splat(value: f32) -> Self {
         Self([value; 4])
@@ -167,91 +271,70 @@ impl Vector<4> for Portable {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use super::{Kernel, Vector};
-    use std::arch::x86_64::*;
+/// [`Portable`]'s integers.
+#[derive(Clone, Copy)]
+struct PortableInteger([i32; 4]);
 
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn avx2<K: Kernel>(kernel: K, out: &mut [f32]) {
-        kernel.run::<Avx2, 8>(out);
+impl Integer<4> for PortableInteger {
+    #[inline(always)]
+    fn splat(value: i32) -> Self {
+        Self([value; 4])
     }
 
-    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) fn avx512<K: Kernel>(kernel: K, out: &mut [f32]) {
-        kernel.run::<Avx512, 16>(out);
+    #[inline(always)]
+    fn load<T: Lane>(lanes: &[T; 4]) -> Self {
+        Self(lanes.map(T::bits))
     }
 
-    /// Only [`avx2`] names it.
-    #[derive(Clone, Copy)]
-    struct Avx2(__m256);
-
-    /// Only [`avx512`] names it.
-    #[derive(Clone, Copy)]
-    struct Avx512(__m512);
-
-    #[target_feature(enable = "avx2")]
-    #[inline]
-    fn sum_of_8(lanes: __m256) -> f32 {
-        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
-        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    #[inline(always)]
+    fn store(self, lanes: &mut [i32; 4]) {
+        *lanes = self.0;
     }
 
-    #[target_feature(enable = "avx512f")]
-    #[inline]
-    fn sum_of_16(lanes: __m512) -> f32 {
-        let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b11_10>(
-            _mm512_castps_pd(lanes),
-            _mm512_castps_pd(lanes),
-        ));
-        sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_castps512_ps256(high)))
+    #[inline(always)]
+    fn add(self, b: Self) -> Self {
+        Self(std::array::from_fn(|l| self.0[l].wrapping_add(b.0[l])))
     }
 
-    /// A vector by its instructions.
-    macro_rules! vector {
-        ($name:ident, $lanes:literal, $splat:ident, $load:ident, $store:ident, $mul_add:ident, $sum:ident) => {
-            impl Vector<$lanes> for $name {
-                #[inline(always)]
-                fn splat(value: f32) -> Self {
-                    // SAFETY: this type is used only in the function of its name, which runs only where its features
-                    // were detected.
-                    Self(unsafe { $splat(value) })
-                }
+    #[inline(always)]
+    fn mul(self, b: Self) -> Self {
+        Self(std::array::from_fn(|l| self.0[l].wrapping_mul(b.0[l])))
+    }
 
-                #[inline(always)]
-                fn load(lanes: &[f32; $lanes]) -> Self {
-                    // SAFETY: features as in `splat`; the reference covers every lane, at any alignment.
-                    Self(unsafe { $load(lanes.as_ptr()) })
-                }
-
-                #[inline(always)]
-                fn store(self, lanes: &mut [f32; $lanes]) {
-                    // SAFETY: features as in `splat`; the reference covers every lane, at any alignment.
-                    unsafe { $store(lanes.as_mut_ptr(), self.0) }
-                }
-
-                #[inline(always)]
-                fn mul_add(self, b: Self, c: Self) -> Self {
-                    // SAFETY: features as in `splat`.
-                    Self(unsafe { $mul_add(self.0, b.0, c.0) })
-                }
-
-                #[inline(always)]
-                fn sum(self) -> f32 {
-                    // SAFETY: features as in `splat`.
-                    unsafe { $sum(self.0) }
-                }
-
-                #[inline(always)]
-                fn lane_mul_add(a: f32, b: f32, c: f32) -> f32 {
-                    a.mul_add(b, c)
-                }
-            }
+    #[inline(always)]
+    fn dot4<const WIDE: bool>(self, w: Self, x: Self) -> Self {
+        let dot = |w: i32, x: i32| {
+            let products = w.to_ne_bytes().into_iter().zip(x.to_ne_bytes());
+            products.map(|(w, x)| i32::from(w) * i32::from(x as i8)).sum::<i32>()
         };
+        Self(std::array::from_fn(|l| self.0[l].wrapping_add(dot(w.0[l], x.0[l]))))
     }
-    vector!(Avx2, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, sum_of_8);
-    vector!(Avx512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, sum_of_16);
+
+    #[inline(always)]
+    fn dot2(self, a: Self, b: Self) -> Self {
+        // Of each half, whichever end of the lane it is at.
+        let dot = |a: i32, b: i32| (a as i16 as i32) * (b as i16 as i32) + (a >> 16) * (b >> 16);
+        Self(std::array::from_fn(|l| self.0[l].wrapping_add(dot(a.0[l], b.0[l]))))
+    }
+
+    #[inline(always)]
+    fn sum(self) -> i32 {
+        self.0.into_iter().fold(0, i32::wrapping_add)
+    }
+
+    #[inline(always)]
+    fn spread<const PER: usize>(scales: &[i32; 16], part: usize) -> Self {
+        Self([scales[part * 4 / PER]; 4])
+    }
+
+    #[inline(always)]
+    fn transpose(rows: [&[[u8; 4]; 4]; 4], columns: &mut [[[u8; 4]; 4]; 4]) {
+        for (r, row) in rows.into_iter().enumerate() {
+            for (column, lane) in columns.iter_mut().zip(row) {
+                column[r] = *lane;
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -286,6 +369,73 @@ mod tests {
                     half /= 2;
                 }
                 assert_eq!(out[0], halves[0], "{isa:?}");
+            }
+        }
+    }
+
+    /// Every operation on integers, of each lane.
+    struct Operations<'a> {
+        w: &'a [[u8; 4]; MAX_LANES],
+        x: &'a [[i8; 4]; MAX_LANES],
+    }
+
+    impl Kernel for Operations<'_> {
+        #[inline(always)]
+        fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
+            let expect = |what: &str, found: V::Integer, lane: &dyn Fn(usize) -> i32| {
+                let mut lanes = [0; L];
+                found.store(&mut lanes);
+                assert_eq!(lanes, std::array::from_fn(lane), "{what}, {L} lanes");
+            };
+            let (w, x) = (self.w.first_chunk().unwrap(), self.x.first_chunk().unwrap());
+            let (w_lanes, x_lanes) = (V::Integer::load(w), V::Integer::load(x));
+            let dot =
+                |l: usize| w[l].iter().zip(x[l]).map(|(&w, x)| i32::from(w) * i32::from(x)).sum::<i32>();
+            let base = V::Integer::splat(-7);
+            expect("wide dot4", base.dot4::<true>(w_lanes, x_lanes), &|l| dot(l) - 7);
+            let narrow = w.map(|w| w.map(|w| w & 0x7f));
+            let dot =
+                |l: usize| narrow[l].iter().zip(x[l]).map(|(&w, x)| i32::from(w) * i32::from(x)).sum::<i32>();
+            expect("dot4", base.dot4::<false>(V::Integer::load(&narrow), x_lanes), &|l| dot(l) - 7);
+            let halves: [[i16; 2]; L] =
+                w.map(|[a, b, c, d]| [i16::from_ne_bytes([a, b]), i16::from_ne_bytes([c, d])]);
+            let other: [[i16; 2]; L] = x.map(|[a, b, c, _]| [i16::from(a) * i16::from(b), i16::from(c)]);
+            let dot = |l: usize| {
+                let product = |i: usize| i32::from(halves[l][i]) * i32::from(other[l][i]);
+                product(0) + product(1) - 7
+            };
+            expect("dot2", base.dot2(V::Integer::load(&halves), V::Integer::load(&other)), &dot);
+            expect("add", w_lanes.add(x_lanes), &|l| w[l].bits().wrapping_add(x[l].bits()));
+            expect("mul", w_lanes.mul(x_lanes), &|l| w[l].bits().wrapping_mul(x[l].bits()));
+            assert_eq!(w_lanes.sum(), w.iter().fold(0, |sum: i32, w| sum.wrapping_add(w.bits())));
+            let scales = std::array::from_fn(|i| 100 + i as i32);
+            for part in 0..64 / L {
+                let lane = |per: usize| move |l: usize| 100 + ((part * L + l) / per) as i32;
+                expect("spread by 4", V::Integer::spread::<4>(&scales, part), &lane(4));
+                expect("spread by 8", V::Integer::spread::<8>(&scales, part), &lane(8));
+            }
+            let rows: [[[u8; 4]; L]; L] =
+                std::array::from_fn(|r| std::array::from_fn(|c| [r as u8, c as u8, 0, 9]));
+            let mut columns = [[[1; 4]; L]; L];
+            V::Integer::transpose(std::array::from_fn(|r| &rows[r]), &mut columns);
+            assert_eq!(columns, std::array::from_fn(|c| std::array::from_fn(|r| [r as u8, c as u8, 0, 9])));
+            V::from_integers(w_lanes).mul(V::splat(2.0)).store(out.first_chunk_mut().unwrap());
+            assert_eq!(out[..L], w.map(|w| w.bits() as f32 * 2.0));
+        }
+    }
+
+    #[test]
+    fn integers_are_exact_at_their_ends() {
+        for [w, x] in [[0u8, 0i8 as u8], [255, -128i8 as u8], [255, 127], [127, -127i8 as u8], [201, 77]] {
+            for isa in Isa::ALL.into_iter().filter_map(Proven::new) {
+                let bytes = |start: u8, step: u8| -> [[u8; 4]; MAX_LANES] {
+                    let byte = |l: usize, i: usize| start.wrapping_sub(step.wrapping_mul((l * 4 + i) as u8));
+                    std::array::from_fn(|l| std::array::from_fn(|i| byte(l, i)))
+                };
+                for step in [0, 3] {
+                    let x = bytes(x, step).map(|lane| lane.map(|x| x as i8));
+                    isa.run(Operations { w: &bytes(w, step), x: &x }, &mut [0.0; MAX_LANES]);
+                }
             }
         }
     }

@@ -1,17 +1,19 @@
 //! Products of quantised matrices with a batch of rows.
 //!
-//! A task owns [`TILE`] rows of the weights. It decodes [`STEP`] columns of them at a time and meets every activation row
-//! with them, so each weight is decoded once for up to [`BATCH`] rows.
+//! A task owns [`TILE`] rows of the weights. Most types meet activations in integers (`integers.rs`). Of the others it decodes
+//! [`STEP`] columns at a time and meets every activation row with them, so each weight is decoded once for up to [`BATCH`] rows.
 
 use super::dots::{Dots, Finish, Sums};
+use super::integers::Meeting;
 use super::isa::{MAX_LANES, Proven};
+use super::rounded::{Activations, RoundedRows};
 use super::rows::{Order, Rows};
 use super::weight::Weight;
 use super::workers::{Scratch, Workers, grown};
 use std::ops::Range;
 
 /// Weight rows of a task.
-const TILE: usize = 16;
+pub(super) const TILE: usize = 16;
 /// Columns decoded at a time: a multiple of every block and vector, and 32 KB of f32 for a tile.
 const STEP: usize = 512;
 /// Activation rows whose sums are kept while the columns pass: 256 KB of lanes for a tile.
@@ -33,7 +35,7 @@ pub(super) struct Product<'a> {
     /// `[experts, rows, cols]`
     pub w: &'a Weight,
     /// Activation rows of `cols` values, one for each item.
-    pub x: Rows<'a>,
+    pub x: Input<'a>,
     /// Which items meet which expert.
     pub jobs: &'a [Job],
     /// Rows of the result.
@@ -44,6 +46,51 @@ pub(super) struct Product<'a> {
     pub factors: Option<&'a [f32]>,
 }
 
+/// Activations as a weight takes them.
+#[derive(Clone, Copy)]
+pub(super) enum Input<'a> {
+    /// As they are.
+    Exact(Rows<'a>),
+    /// As integers.
+    Rounded(RoundedRows<'a>),
+}
+
+impl<'a> Input<'a> {
+    /// `rows` rows of `x` for `w`; `activations` are where they are rounded to.
+    pub(super) fn new(
+        isa: Proven,
+        workers: &Workers,
+        w: &Weight,
+        x: &'a [f32],
+        rows: usize,
+        activations: &'a mut Activations,
+    ) -> Self {
+        match w.rounding() {
+            None => Self::Exact(Rows::new(x, w.cols)),
+            Some(block_len) => {
+                activations.round(isa, workers, x, [rows, w.cols], block_len);
+                Self::Rounded(activations.all())
+            }
+        }
+    }
+
+    /// The same when `activations` hold these rows already, rounded as `w` takes them.
+    pub(super) fn again(w: &Weight, x: &'a [f32], activations: &'a Activations) -> Self {
+        match w.rounding() {
+            None => Self::Exact(Rows::new(x, w.cols)),
+            Some(_) => Self::Rounded(activations.all()),
+        }
+    }
+
+    /// The i-th is row `numbers[i]` of these.
+    pub(super) fn listed(self, numbers: &'a [usize]) -> Self {
+        match self {
+            Self::Exact(rows) => Self::Exact(rows.listed(numbers)),
+            Self::Rounded(rows) => Self::Rounded(rows.listed(numbers)),
+        }
+    }
+}
+
 impl Product<'_> {
     /// Values of the result.
     pub(super) fn len(&self) -> usize {
@@ -52,7 +99,6 @@ impl Product<'_> {
 
     /// The result in tiles: `[w.rows / TILE, out_rows, TILE]`, the last tile narrower. With one row that is the row.
     pub(super) fn tiles(&self, isa: Proven, workers: &Workers, tiles: &mut [f32]) {
-        assert_eq!(self.x.stride(), self.w.cols, "activations have other rows than {:?} takes", self.w);
         let items: usize = self.jobs.iter().map(|job| job.len).sum();
         let work = items.max(self.jobs.len()) * self.w.rows * self.w.cols;
         workers.chunks(&mut tiles[..self.len()], self.out_rows * TILE, work, |tile, out, scratch| {
@@ -77,8 +123,12 @@ impl Product<'_> {
             let row = job.expert * self.w.rows + first_row;
             for start in (job.start..job.start + job.len).step_by(BATCH) {
                 let items = start..(start + BATCH).min(job.start + job.len);
-                let sums = self.sums(isa, &Piece { rows: row..row + rows, items: items.clone() }, scratch);
-                for (item, sums) in items.zip(sums.chunks_exact(rows)) {
+                let piece = Piece { rows: row..row + rows, items: items.clone() };
+                let (sums, width) = match self.x {
+                    Input::Exact(x) => (self.sums(isa, x, &piece, scratch), rows),
+                    Input::Rounded(x) => (self.integer_sums(isa, x, &piece, scratch), TILE),
+                };
+                for (item, sums) in items.zip(sums.chunks_exact(width)) {
                     let factor = self.factors.map_or(1.0, |factors| factors[item]);
                     for (out, sum) in out[self.outputs.at(item) * rows..][..rows].iter_mut().zip(sums) {
                         *out += factor * sum;
@@ -88,29 +138,55 @@ impl Product<'_> {
         }
     }
 
+    /// `[items, TILE]`: the dot products of the piece, in integers. Those of rows beyond the piece have no meaning.
+    fn integer_sums<'s>(
+        &self,
+        isa: Proven,
+        x: RoundedRows<'_>,
+        piece: &Piece,
+        scratch: &'s mut Scratch,
+    ) -> &'s [f32] {
+        let sums = grown(&mut scratch.sums, piece.items.len() * TILE);
+        match self.w.meet {
+            Some(meet) if self.w.cols > 0 => {
+                let (w, scratch) = (self.w.bytes_of(piece.rows.clone()), &mut *scratch.blocks);
+                let (row_bytes, cols) = (self.w.row_bytes(), self.w.cols);
+                let (x, x_rows) = (x.from(piece.items.start), piece.items.len());
+                meet.run(isa, Meeting { w, row_bytes, cols, x, x_rows, scratch }, sums);
+                if let Some(scale) = self.w.scale(piece.rows.start) {
+                    sums.iter_mut().for_each(|sum| *sum *= scale);
+                }
+            }
+            _ => sums.fill(0.0),
+        }
+        sums
+    }
+
     /// `[items, rows]`: the dot products of the piece.
-    fn sums<'s>(&self, isa: Proven, piece: &Piece, scratch: &'s mut Scratch) -> &'s [f32] {
+    fn sums<'s>(&self, isa: Proven, x: Rows<'_>, piece: &Piece, scratch: &'s mut Scratch) -> &'s [f32] {
         let cols = self.w.cols;
         let decoded = grown(&mut scratch.weights, TILE * STEP);
         let sums = grown(&mut scratch.sums, piece.pairs());
         if cols <= STEP {
-            self.step(isa, piece, 0..cols, Sums::Whole, decoded, sums);
+            self.step(isa, x, piece, 0..cols, Sums::Whole, decoded, sums);
             return sums;
         }
         let lanes = grown(&mut scratch.lanes, piece.pairs() * MAX_LANES);
         lanes.fill(0.0);
         for column in (0..cols).step_by(STEP) {
             let columns = column..cols.min(column + STEP);
-            self.step(isa, piece, columns, Sums::Lanes, decoded, lanes);
+            self.step(isa, x, piece, columns, Sums::Lanes, decoded, lanes);
         }
         isa.run(Finish { lanes }, sums);
         sums
     }
 
     /// Some columns of the piece: `decoded` is where they are decoded to, `out` as `sums` says.
+    #[expect(clippy::too_many_arguments, reason = "the inner loop of `sums`: what it works with")]
     fn step(
         &self,
         isa: Proven,
+        x: Rows<'_>,
         piece: &Piece,
         columns: Range<usize>,
         sums: Sums,
@@ -123,7 +199,7 @@ impl Product<'_> {
         let dots = Dots {
             w: Rows::new(decoded, STEP),
             w_rows: piece.rows.len(),
-            x: self.x.from(piece.items.start, columns.start),
+            x: x.from(piece.items.start, columns.start),
             x_rows: piece.items.len(),
             len: columns.len(),
             sums,

@@ -23,11 +23,6 @@ impl<'a> Rows<'a> {
         Self { values, stride, order: Order::Same }
     }
 
-    /// From the beginning of a row to that of the next.
-    pub(super) fn stride(self) -> usize {
-        self.stride
-    }
-
     /// The i-th is row `numbers[i]` of these.
     pub(super) fn listed(self, numbers: &'a [usize]) -> Self {
         Self { order: Order::Listed(numbers), ..self }

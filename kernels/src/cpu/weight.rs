@@ -1,7 +1,9 @@
 //! Weights as the checkpoint stores them.
 
+use super::integers::Meet;
 use super::isa::{Kernel, Proven, Vector};
 use crate::Error;
+use crate::rounding;
 use crate::shape::{dims_of, scale_each};
 use formats::TensorView;
 use formats::quant::{Block, ForBlock, dispatch};
@@ -12,6 +14,8 @@ use std::ops::Range;
 pub struct Weight {
     view: TensorView,
     decode: Decode,
+    /// Products with rounded activations; `None`: activations stay as they are.
+    pub(super) meet: Option<Meet>,
     /// Rows of a matrix, of each one in a stack; 1 for a vector.
     pub(super) rows: usize,
     pub(super) cols: usize,
@@ -27,7 +31,7 @@ impl Weight {
     pub(super) fn new(view: TensorView) -> Result<Self, Error> {
         let [_, rows, cols] = dims_of(&view)?;
         let decode = dispatch(view.dtype(), Compile).ok_or(Error::UnsupportedType { dtype: view.dtype() })?;
-        Ok(Self { view, decode, rows, cols, scales: Vec::new() })
+        Ok(Self { meet: Meet::of(view.dtype()), view, decode, rows, cols, scales: Vec::new() })
     }
 
     pub(super) fn scaled(view: TensorView, scales: &[f32]) -> Result<Self, Error> {
@@ -37,14 +41,37 @@ impl Weight {
 
     /// Decodes `columns` of row `row` of the matrix or, counted through, the stack; they begin and end at blocks.
     pub(super) fn decode(&self, isa: Proven, row: usize, columns: Range<usize>, out: &mut [f32]) {
-        let dtype = self.view.dtype();
-        let bytes_of = |elements: usize| elements / dtype.block_len() * dtype.block_bytes();
-        let bytes = &self.view.bytes()[row * bytes_of(self.cols)..][..bytes_of(self.cols)];
-        (self.decode.0)(isa, &bytes[bytes_of(columns.start)..bytes_of(columns.end)], out);
-        if !self.scales.is_empty() {
-            let scale = self.scales[row / self.rows];
+        let bytes = &self.bytes_of(row..row + 1)[self.len_of(columns.start)..self.len_of(columns.end)];
+        (self.decode.0)(isa, bytes, out);
+        if let Some(scale) = self.scale(row) {
             out.iter_mut().for_each(|value| *value *= scale);
         }
+    }
+
+    /// What the blocks of row `row` are multiplied by besides, counted through the stack.
+    pub(super) fn scale(&self, row: usize) -> Option<f32> {
+        (!self.scales.is_empty()).then(|| self.scales[row / self.rows])
+    }
+
+    /// The blocks of some rows of the matrix or, counted through, the stack.
+    pub(super) fn bytes_of(&self, rows: Range<usize>) -> &[u8] {
+        &self.view.bytes()[rows.start * self.row_bytes()..rows.end * self.row_bytes()]
+    }
+
+    /// Bytes of a row.
+    pub(super) fn row_bytes(&self) -> usize {
+        self.len_of(self.cols)
+    }
+
+    /// Columns that share a factor when activations are rounded for this weight.
+    pub(super) fn rounding(&self) -> Option<usize> {
+        rounding::block_len(self.view.dtype())
+    }
+
+    /// Bytes of whole blocks.
+    fn len_of(&self, elements: usize) -> usize {
+        let dtype = self.view.dtype();
+        elements / dtype.block_len() * dtype.block_bytes()
     }
 }
 

@@ -1,23 +1,17 @@
 //! Threads and the scratch memory of each.
 
 use super::elementwise::SoftmaxState;
+use super::integers;
+use super::pool::{Pool, Threads};
 use super::router;
 use crate::Error;
-use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::sync::{Mutex, PoisonError};
 
-/// Fewer multiply-adds than this are done by the caller: waking threads takes about as long.
-const WORTH_WAKING: usize = 1 << 17;
+/// Fewer multiply-adds than this are done by the caller: to share them takes about as long.
+const WORTH_SHARING: usize = 1 << 16;
 
 /// The backend's own threads; with one thread, the caller.
 #[derive(Debug)]
-pub(super) struct Workers {
-    /// `None` with one thread.
-    pool: Option<ThreadPool>,
-    /// One for each thread. A thread only ever takes its own, so no lock is waited for.
-    scratch: Vec<Mutex<Scratch>>,
-}
+pub(super) struct Workers(Pool<Scratch>);
 
 /// What a task needs beyond its result. Grows to the largest task seen, with no meaning between tasks.
 #[derive(Debug, Default)]
@@ -34,6 +28,8 @@ pub(super) struct Scratch {
     pub expanded: Vec<f32>,
     /// Softmax state of each row.
     pub softmax: Vec<SoftmaxState>,
+    /// Blocks of weights, taken apart.
+    pub blocks: Box<integers::Scratch>,
     /// A token's choice of experts.
     pub router: router::Scratch,
 }
@@ -44,43 +40,21 @@ impl Workers {
         if threads == 0 {
             return Err(refusal("at least one is needed".to_owned()));
         }
-        let pool = match threads {
-            1 => None,
-            _ => Some(
-                ThreadPoolBuilder::new()
-                    .num_threads(threads)
-                    .thread_name(|i| format!("cpu-{i}"))
-                    .build()
-                    .map_err(|e| refusal(e.to_string()))?,
-            ),
-        };
-        Ok(Self { pool, scratch: (0..threads).map(|_| Mutex::default()).collect() })
+        Pool::new(threads).map(Self).map_err(|error| refusal(error.to_string()))
     }
 
     /// Calls `task(i, chunk, scratch)` for the chunks of `out`, all of `len` values but the last.
     ///
-    /// `work` is the number of multiply-adds in all of them, roughly. Without threads nothing is allocated here.
-    pub(super) fn chunks(
+    /// `work` is the number of multiply-adds in all of them, roughly. Nothing is allocated here.
+    pub(super) fn chunks<T: Send>(
         &self,
-        out: &mut [f32],
+        out: &mut [T],
         len: usize,
         work: usize,
-        task: impl Fn(usize, &mut [f32], &mut Scratch) + Sync,
+        task: impl Fn(usize, &mut [T], &mut Scratch) + Sync,
     ) {
-        if out.is_empty() {
-            return;
-        }
-        let in_turn = |index: usize, chunk: &mut [f32]| {
-            let thread = self.pool.as_ref().and_then(ThreadPool::current_thread_index).unwrap_or(0);
-            let mut scratch = self.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            task(index, chunk, &mut scratch);
-        };
-        match &self.pool {
-            Some(pool) if work >= WORTH_WAKING => pool.install(|| {
-                out.par_chunks_mut(len).enumerate().for_each(|(index, chunk)| in_turn(index, chunk));
-            }),
-            _ => out.chunks_mut(len).enumerate().for_each(|(index, chunk)| in_turn(index, chunk)),
-        }
+        let on = if work < WORTH_SHARING { Threads::Caller } else { Threads::All };
+        self.0.chunks(out, len, on, task);
     }
 }
 

@@ -8,6 +8,7 @@ use formats::{Dtype, Shape, TensorView, quant};
 use kernels::cpu::{Cpu, Isa};
 use kernels::cuda::Cuda;
 use kernels::cuda::driver::Device;
+use kernels::reference::Reference;
 use kernels::shape::{MlaShape, MoeShape};
 use kernels::{Backend, ExpertWeights};
 use std::cell::RefCell;
@@ -159,6 +160,11 @@ macro_rules! each_backend {
             $body
         }
     };
+}
+
+/// A backend's twin: on a processor activations are rounded before most products.
+pub fn twin(name: &str) -> Reference {
+    if name == "cuda" { Reference::new() } else { Reference::rounded() }
 }
 
 pub fn buffer<B: Backend>(b: &mut B, values: &[f32]) -> B::Buffer {
