@@ -6,6 +6,7 @@ use formats::checkpoint::Checkpoint;
 use runtime::device::DeviceOptions;
 use runtime::engine::Arithmetic;
 use runtime::logits::{LogitsOptions, LogitsRunner};
+use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -87,6 +88,21 @@ fn logits_equal_the_oracles_on_any_cut() {
     }
 }
 
+/// How many of a sequence's first positions choose experts by more than what a cache in BF16 may move: where two experts score
+/// nearly the same, a GPU may rightly choose the other one, and all that follows sees it.
+fn decided(path: &Path, positions: usize) -> usize {
+    const NEAR: f32 = 2.5e-3;
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let gaps = file.tensors().into_iter().filter(|(name, _)| name.starts_with("router_gap."));
+    gaps.map(|(_, gaps)| {
+        let values: Vec<f32> = gaps.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        values.iter().position(|&gap| gap < NEAR).unwrap_or(positions)
+    })
+    .min()
+    .unwrap_or(positions)
+}
+
 /// On a GPU, all ranks on the first one. Activations of 11 bits in tiles and a cache in BF16 are allowed for, as with any model.
 #[test]
 fn a_gpu_keeps_to_the_oracles_distributions() {
@@ -107,16 +123,21 @@ fn a_gpu_keeps_to_the_oracles_distributions() {
             let mut runner = LogitsRunner::open(&out, &options).unwrap();
             let mut divergences = Vec::new();
             for sequence in ["seq0", "seq1"] {
-                let oracle = OracleLogits::read(&folder.join(format!("{sequence}.dense.safetensors")));
+                let path = folder.join(format!("{sequence}.dense.safetensors"));
+                let oracle = OracleLogits::read(&path);
                 let found = runner.run(&oracle.tokens, None).unwrap();
                 let rows = oracle
                     .positions
                     .iter()
                     .map(|p| &found.values[p * found.vocab_size..][..found.vocab_size]);
-                divergences.extend(oracle.rows.iter().zip(rows).map(|(p, q)| kl_divergence(p, q)));
+                let all = oracle.rows.iter().zip(rows).map(|(p, q)| kl_divergence(p, q));
+                divergences.extend(all.take(decided(&path, oracle.positions.len())));
             }
             let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
-            let line = format!("{name}, {ranks} ranks, experts by {experts}, cuda: mean KL {mean:.2e}");
+            let count = divergences.len();
+            let line = format!(
+                "{name}, {ranks} ranks, experts by {experts}, cuda: mean KL {mean:.2e} of {count} positions"
+            );
             eprintln!("{line}");
             if mean > 2e-3 {
                 too_far.push(line);
