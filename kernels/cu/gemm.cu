@@ -119,6 +119,8 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
         }
     }
 
+    // What the kernel before writes may be read up to here by others.
+    wait_for_previous();
 #pragma unroll
     for (int m = 0; m < 4; m++) {
 #pragma unroll
@@ -137,9 +139,11 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
     }
 }
 
-// out [tokens, rows] = w [rows, columns] x [tokens, stride]; grid (rows / TN, tokens / TM)
+// out [tokens, rows] = w [rows, columns] x [tokens, stride]; grid (rows / TN, tokens / TM). Launched early, it runs beside the product before it, whose
+// input is its own.
 KERNEL_2(THREADS)
 gemm(const u8 *w, const u16 *x, const float *scales, float *out, int rows, int columns, int stride, int tokens) {
+    start_next();
     int first = blockIdx.y * TM;
     product(w, x, scales, out, rows, columns, stride, Tokens{nullptr, first, min(TM, tokens - first), 1});
 }
@@ -149,7 +153,8 @@ gemm(const u8 *w, const u16 *x, const float *scales, float *out, int rows, int c
 KERNEL_2(THREADS)
 gemm_experts(const u8 *w, const u16 *x, const float *scales, float *out, int rows, int columns, int stride,
              const int *order, const int *tiles, const int *tile_count, int divisor) {
-    if (blockIdx.y >= *tile_count) return;
+    start_next();
+    if (blockIdx.y >= *tile_count) return wait_for_previous();
     const int *tile = tiles + blockIdx.y * 3;
     product(w + (u64)tile[0] * rows * row_bytes<W>(columns), x, scales, out, rows, columns, stride,
             Tokens{order, tile[1], tile[2], divisor});

@@ -36,7 +36,7 @@ use driver::{Device, Event, Graph, Memory, Stream};
 use formats::{Dtype, TensorView};
 use kernels::{Linear, Ops, Queries, Store};
 use one::{Vector, Waiting};
-use prefill::{Gemm, Groups, Halves, MANY, RowKernels, stride};
+use prefill::{Gemm, Groups, Halves, MANY, Place, RowKernels, stride};
 use std::sync::{Arc, OnceLock};
 use step::{BUCKETS, StepMemory};
 use weight::{Storage, storage};
@@ -331,10 +331,12 @@ impl Cuda {
             return;
         }
         self.rows.to_half(&self.stream, x, rows, width, &self.scratch.halves);
+        let mut place = Place::First;
         for (w, out) in w.iter().zip(out) {
             assert_eq!(w.cols, width, "products of one input");
             if let Some(gemm) = self.gemm(w, rows) {
-                gemm.product(&self.stream, w, &self.scratch.halves, rows, out);
+                gemm.product(&self.stream, w, &self.scratch.halves, rows, out, place);
+                place = Place::Next;
             }
         }
     }
@@ -362,11 +364,20 @@ impl Cuda {
         let gemm = |w| self.gemm(w, rows).expect("the caller has looked");
         kernels.group(stream, shape, choice, rows, groups);
         kernels.to_half(stream, x, rows, shape.hidden, halves);
-        gemm(&experts.gate).experts(stream, &experts.gate, halves, groups, visits, k, inner);
-        gemm(&experts.up).experts(stream, &experts.up, halves, groups, visits, k, other);
+        gemm(&experts.gate).experts(stream, &experts.gate, halves, groups, visits, k, inner, Place::First);
+        gemm(&experts.up).experts(stream, &experts.up, halves, groups, visits, k, other, Place::Next);
         // Visits of other ranks' experts have no meaning here and are not summed.
         kernels.swiglu_to_half(stream, [inner, other], visits, shape.intermediate, halves);
-        gemm(&experts.down).experts(stream, &experts.down, halves, groups, visits, 1, &groups.sums);
+        gemm(&experts.down).experts(
+            stream,
+            &experts.down,
+            halves,
+            groups,
+            visits,
+            1,
+            &groups.sums,
+            Place::First,
+        );
         kernels.sum_visits(stream, shape, groups, choice, rows, out);
     }
 

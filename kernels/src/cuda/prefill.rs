@@ -6,7 +6,7 @@
 
 use super::compile::{Form, Unit, architecture};
 use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
-use super::kernels::{grid, int, launch};
+use super::kernels::{early, grid, int, launch};
 use super::{Buffer, CudaError, Weight};
 use crate::shape::MoeShape;
 use formats::Dtype;
@@ -57,6 +57,24 @@ pub(super) fn stride(columns: usize) -> usize {
     columns.next_multiple_of(COLUMNS)
 }
 
+/// Where a product stands among those of one input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// What comes before it makes its input.
+    First,
+    /// A product of the same input comes before it: both may run at the same time.
+    Next,
+}
+
+impl Place {
+    fn start(self, stream: &Stream) -> Start {
+        match self {
+            Self::First => Start::InTurn,
+            Self::Next => early(stream),
+        }
+    }
+}
+
 /// Products with one type of weights.
 #[derive(Debug)]
 pub(super) struct Gemm {
@@ -72,8 +90,16 @@ impl Gemm {
         Ok(Self { gemm: kernel("gemm")?, gemm_experts: kernel("gemm_experts")? })
     }
 
-    /// `out` `[tokens, w.rows]` = `w` `x`
-    pub(super) fn product(&self, stream: &Stream, w: &Weight, x: &Halves, tokens: usize, out: &Buffer) {
+    /// `out` `[tokens, w.rows]` = `w` `x`; beside the product before it, where that has the same `x`.
+    pub(super) fn product(
+        &self,
+        stream: &Stream,
+        w: &Weight,
+        x: &Halves,
+        tokens: usize,
+        out: &Buffer,
+        place: Place,
+    ) {
         let stride = stride(w.cols);
         x.values.holds(tokens * stride / 2);
         x.scales.holds(tokens);
@@ -81,7 +107,7 @@ impl Gemm {
         let shared = Unit::dynamic_shared_bytes("gemm");
         // SAFETY: rows below `w.rows`, columns below the stride, tokens below `tokens`: checked above.
         unsafe {
-            launch!(stream, self.gemm, [w.rows.div_ceil(TILE), tokens.div_ceil(TILE), 1], THREADS, shared, w.cost(w.rows);
+            launch!(stream, self.gemm, [w.rows.div_ceil(TILE), tokens.div_ceil(TILE), 1], THREADS, shared, w.cost(w.rows), place.start(stream);
                 w.address, x.values.address(), x.scales.address(), out.address(), int(w.rows), int(w.cols),
                 int(stride), int(tokens));
         }
@@ -98,6 +124,7 @@ impl Gemm {
         visits: usize,
         divisor: usize,
         out: &Buffer,
+        place: Place,
     ) {
         let stride = stride(w.cols);
         x.values.holds(visits.div_ceil(divisor) * stride / 2);
@@ -109,7 +136,7 @@ impl Gemm {
         let shared = Unit::dynamic_shared_bytes("gemm_experts");
         // SAFETY: the tiles that `group_visits` made name local experts and visits only; sizes as checked above.
         unsafe {
-            launch!(stream, self.gemm_experts, [w.rows.div_ceil(TILE), tiles, 1], THREADS, shared, w.cost(w.rows * w.experts.min(visits));
+            launch!(stream, self.gemm_experts, [w.rows.div_ceil(TILE), tiles, 1], THREADS, shared, w.cost(w.rows * w.experts.min(visits)), place.start(stream);
                 w.address, x.values.address(), x.scales.address(), out.address(), int(w.rows), int(w.cols),
                 int(stride), groups.order.address(), groups.tiles.address(),
                 groups.tiles.address() + (len as u64 - 1) * 4, int(divisor));
