@@ -589,11 +589,9 @@ impl Planner<'_> {
         let config = &self.model.config;
         let name = TensorName::from_gguf(name)?;
         let (layer, role) = match name.scaled().unwrap_or(name) {
-            TensorName::Model(ModelRole::LmHead) => return Some("the embeddings are used".to_owned()),
-            TensorName::Model(_) => return Some("the model has no use for it".to_owned()),
-            TensorName::Layer(LayerIdx(layer), _) if layer >= self.model.block_count => return None,
-            TensorName::Layer(LayerIdx(layer), role) => (layer, role),
-            TensorName::ModelScale(_) | TensorName::LayerScale(..) => return None,
+            TensorName::Layer(LayerIdx(layer), role) if layer < self.model.block_count => (layer, role),
+            // A model uses each of its own tensors that it has, so this is the scale of one that is not there.
+            _ => return None,
         };
         if let Some((layers, reason)) = &self.model.unused_mtp
             && layers.contains(&layer)

@@ -103,6 +103,12 @@ fn what_cannot_be_carried_is_refused_and_what_is_not_needed_is_listed() {
         let scale = format!("{name}.scale");
         refused(&|g| g.put(&scale, &[1], F32), &[&scale, &format!("one of {name}.weight")]);
     }
+    // The embeddings, which are used in its place, are not multiplied by it.
+    let tied = |g: &mut Gguf| {
+        g.remove("output.weight");
+        g.put("output.scale", &[1], F32);
+    };
+    refused(&tied, &["output.scale", "one of output.weight"]);
     // Other spellings, which nothing here multiplies by.
     for ending in [".weight.scale", ".weight_scale", ".weight_scale_2"] {
         let scale = format!("blk.0.attn_output{ending}");
