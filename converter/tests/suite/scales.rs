@@ -2,6 +2,9 @@
 
 use crate::files::{control, convert_with, options};
 use crate::made::{EXPERTS, F32, FE, Gguf, HIDDEN, NVFP4, Q8_0};
+use converter::Existing;
+use converter::extract::extract;
+use converter::inspect::inspect;
 use converter::plan::{Plan, UnknownTensors, WeightLayout};
 use converter::verify::verify;
 use formats::checkpoint::Checkpoint;
@@ -77,6 +80,21 @@ fn a_fused_tensors_scale_is_that_of_both_halves() {
         let name = format!("model.layers.1.mlp.experts.{half}_proj.weight_scale_2");
         assert_eq!(bytes(&out, 1, &name).1, SCALES);
     }
+    // Both programs that look at single tensors know it by the source's name.
+    let name = "blk.1.ffn_gate_up_exps.scale";
+    let file = temp.path().join("scale.safetensors");
+    for input in [&path, &out] {
+        let extracted = extract(input, name, &file, Existing::Replace, &control()).unwrap();
+        assert_eq!(extracted.shape.dims(), [EXPERTS]);
+        let written = std::fs::read(&file).unwrap();
+        assert!(written.ends_with(&SCALES.map(f32::to_le_bytes).concat()), "{}", input.display());
+    }
+    let inspected = inspect(&out, Some(name)).unwrap();
+    assert_eq!(inspected.json["tensors"].as_array().map(Vec::len), Some(2));
+    let weight = inspect(&out, Some("model.layers.1.mlp.experts.up_proj.weight")).unwrap();
+    let scale = "model.layers.1.mlp.experts.up_proj.weight_scale_2";
+    assert_eq!(weight.json["scale"], scale);
+    assert!(weight.text.lines().any(|line| line.starts_with("multiplied by") && line.ends_with(scale)));
 }
 
 /// Cases: T41.
