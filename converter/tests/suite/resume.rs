@@ -296,6 +296,20 @@ fn verify_and_extract_look_again_at_what_they_read() {
     let said = refused(&mut touching(&verify, &gguf, &rank_file), 2);
     assert!(said.contains("model.gguf: it was written to"), "{said}");
     assert!(shardmill(&verify).output().unwrap().status.success());
+    let failed = |command: &mut Command| {
+        let output = command.output().unwrap();
+        assert_eq!((output.status.code(), &*output.stderr), (Some(1), &b""[..]));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let alone = [OsStr::new("verify"), dir.as_os_str(), "-q".as_ref()];
+    let said = failed(&mut touching(&alone, &rank_file, &rank_file));
+    assert!(said.contains("rank-0-of-2.safetensors: it was written to"), "{said}");
+    let away = temp.path().join("away");
+    std::fs::copy(&rank_file, &away).unwrap();
+    // Once, though the file has several chunks.
+    let said = failed(touching(&alone, &rank_file, &rank_file).env("FAULT_DO", "remove"));
+    assert_eq!(said.matches("rank-0-of-2.safetensors: cannot open").count(), 1, "{said}");
+    std::fs::rename(&away, &rank_file).unwrap();
     let partial = temp.path().join("one.partial");
     for (input, file) in [(&gguf, &gguf), (&dir, &rank_file)] {
         let name = OsStr::new("blk.1.ffn_down_exps.weight");
