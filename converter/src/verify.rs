@@ -208,7 +208,11 @@ fn hash_small_file(path: &Path, most: u64) -> Result<(u64, Digest), Error> {
     Ok((bytes, hasher.finalize().into()))
 }
 
-fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>, Error> {
+/// A small regular file, of at most `most` bytes.
+///
+/// # Errors
+/// [`Error::Io`] or [`Error::Input`] naming it.
+pub(crate) fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     open_at_most(path, most)?.read_to_end(&mut bytes).map_err(|e| Error::io(path, "cannot read", e))?;
     Ok(bytes)
