@@ -201,4 +201,35 @@ fn scales_in_manifests_are_checked() {
         let said = parsed(&|entry| entry.scale = Some(name.to_owned())).unwrap_err();
         assert!(said.contains("down_proj.weight, scale") && said.contains(expected), "{said}");
     }
+    // One of the right shape that is another weight's, none at all, and one whose weight has gone.
+    let down = "model.layers.1.mlp.experts.down_proj";
+    let refused = |change: &dyn Fn(&mut formats::manifest::TensorEntry), expected: &str| {
+        let mut manifest = manifest.clone();
+        manifest.tensors.iter_mut().for_each(change);
+        let bytes = serde_json::to_vec(&manifest).unwrap();
+        let said = formats::manifest::RankManifest::parse(&bytes).unwrap_err().to_string();
+        assert!(said.contains(expected), "{said}");
+    };
+    let o_proj = "model.layers.1.self_attn.o_proj.weight";
+    let q_a_proj = "model.layers.1.self_attn.q_a_proj.weight";
+    refused(
+        &|entry| {
+            if entry.name == q_a_proj {
+                entry.scale = Some(format!("{o_proj}_scale_2"));
+            }
+        },
+        "q_a_proj.weight, scale: expected none",
+    );
+    refused(
+        &|entry| entry.scale = None,
+        &format!("o_proj.weight, scale: expected {o_proj}_scale_2, found none"),
+    );
+    refused(
+        &|entry| {
+            if entry.name == format!("{down}.weight") {
+                (entry.name, entry.scale) = (format!("{down}.other"), None);
+            }
+        },
+        &format!("tensor {down}.weight_scale_2: expected {down}.weight beside it"),
+    );
 }
