@@ -7,7 +7,7 @@ use formats::Digest;
 use formats::digest::{CHUNK_BYTES, ChunkHasher};
 use rustix::io::{ReadWriteFlags, preadv2};
 use std::fs::File;
-use std::io::IoSliceMut;
+use std::io::{ErrorKind, IoSliceMut};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -71,8 +71,10 @@ pub(crate) fn hash_and(
     let mut hasher = ChunkHasher::new(chunk * CHUNK_BYTES, len);
     for range in pieces(chunk, len) {
         piece.resize((range.end - range.start) as usize, 0);
-        file.read_exact_at(piece, range.start)
-            .map_err(|e| Error::io(path, format!("cannot read at byte {}", range.start), e))?;
+        file.read_exact_at(piece, range.start).map_err(|e| match e.kind() {
+            ErrorKind::UnexpectedEof => formats::Error::Changed { path: path.to_owned() }.into(),
+            _ => Error::io(path, format!("cannot read at byte {}", range.start), e),
+        })?;
         hasher.update(piece);
         also(piece, range.start);
         stage.advance(piece.len() as u64);

@@ -6,8 +6,8 @@ mod rank_file;
 
 use crate::Error;
 use crate::similar::{both_spellings, closest};
-use formats::TensorName;
 use formats::name::LayerRole;
+use formats::{LayerIdx, TensorName};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -45,15 +45,17 @@ pub fn inspect(path: &Path, tensor: Option<&str>) -> Result<Inspection, Error> {
 /// The native tensors that hold `name`, in either spelling: for a half of kv_b_proj the whole, for a fused gate and up projection
 /// both, for other names themselves.
 fn native_names(name: &str) -> Vec<String> {
-    let of = |layer, roles: &[LayerRole]| {
-        roles.iter().filter_map(|&role| TensorName::Layer(layer, role).native()).collect()
+    const HALVES: &[LayerRole] = &[LayerRole::ExpertsGateProj, LayerRole::ExpertsUpProj];
+    let of = |name: fn(LayerIdx, LayerRole) -> TensorName, layer, roles: &[LayerRole]| {
+        roles.iter().filter_map(|&role| name(layer, role).native()).collect()
     };
     match TensorName::parse(name) {
         Some(TensorName::Layer(layer, LayerRole::AttnKB | LayerRole::AttnVB)) => {
-            of(layer, &[LayerRole::KvBProj])
+            of(TensorName::Layer, layer, &[LayerRole::KvBProj])
         }
-        Some(TensorName::Layer(layer, LayerRole::ExpertsGateUpProj)) => {
-            of(layer, &[LayerRole::ExpertsGateProj, LayerRole::ExpertsUpProj])
+        Some(TensorName::Layer(layer, LayerRole::ExpertsGateUpProj)) => of(TensorName::Layer, layer, HALVES),
+        Some(TensorName::LayerScale(layer, LayerRole::ExpertsGateUpProj)) => {
+            of(TensorName::LayerScale, layer, HALVES)
         }
         parsed => vec![parsed.and_then(TensorName::native).unwrap_or_else(|| name.to_owned())],
     }

@@ -9,6 +9,7 @@ use crate::Error;
 use crate::origin::Stamp;
 use crate::writer::sync_data;
 use formats::Digest;
+use formats::manifest::MAX_MANIFEST_BYTES;
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Write};
@@ -58,6 +59,11 @@ impl Journal {
             .open(&path)
             .map_err(|e| io("cannot open", e))?;
         lock(&file, &path, dir)?;
+        let len = file.metadata().map_err(|e| io("cannot look at it", e))?.len();
+        if len > MAX_MANIFEST_BYTES {
+            let difference = format!("expected at most {MAX_MANIFEST_BYTES} bytes of journal, found {len}");
+            return Err(Error::OtherConversion { path: dir.to_owned(), difference });
+        }
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(|e| io("cannot read", e))?;
         let complete = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);

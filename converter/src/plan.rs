@@ -13,7 +13,7 @@ pub(crate) use report::{stored, words};
 use crate::arch::Model;
 use crate::chunks::PIECE_BYTES;
 use crate::execute::BLOCK_BYTES;
-use crate::native::{self, Cut, NativeTensor, Need, Part, Stored};
+use crate::native::{self, Cut, NativeTensor, Need, Stored};
 use crate::partition::{Partition, head_unit};
 use crate::transform::{Half, HeadDims, KvB, PIECE, Region, SourceTensor, Transform};
 use crate::work::MAX_THREADS;
@@ -222,12 +222,15 @@ impl Plan {
         let model = arch::describe(set)?;
         let mut planner = Planner { set, model: &model, options, used: HashSet::new() };
         let natives = native::tensors(&model.config, options.experts).map_err(|e| e.in_file(set.path()))?;
-        let mut parts: Vec<(Part, Planned)> = Vec::with_capacity(natives.len());
+        let mut made = Vec::with_capacity(natives.len());
         for native in &natives {
-            if let Some(planned) = planner.plan(native)? {
-                parts.push((native.part, planned));
-            }
+            made.extend(planner.made_by(native)?.map(|transform| (native, transform)));
         }
+        // Cuts come of several tensors' types and shapes, so all of these were held against the metadata before.
+        let planned = |(native, transform): (&NativeTensor, _)| {
+            planner.plan(native, transform).map(|planned| (native.part, planned))
+        };
+        let mut parts = made.into_iter().map(planned).collect::<Result<Vec<_>, _>>()?;
         let skipped = planner.skipped()?;
         parts.sort_by_key(|(part, _)| *part);
         let tensors: Vec<Planned> = parts.into_iter().map(|(_, planned)| planned).collect();
@@ -313,7 +316,8 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn plan(&mut self, native: &NativeTensor) -> Result<Option<Planned>, Error> {
+    /// How a tensor is made; `None` for one that need not be there and is not.
+    fn made_by(&mut self, native: &NativeTensor) -> Result<Option<Transform>, Error> {
         let there = |name: &str| self.set.info(name).is_some();
         if let Some(missing) = native::missing_source(native.name, there) {
             return match native.need {
@@ -325,6 +329,10 @@ impl Planner<'_> {
         for source in transform.sources() {
             self.used.insert(source.name.clone());
         }
+        Ok(Some(transform))
+    }
+
+    fn plan(&self, native: &NativeTensor, transform: Transform) -> Result<Planned, Error> {
         let cut = self.cut(native, &transform)?;
         let name = native.name.native().expect("native tensors have a native name");
         let shape = native.shape.clone();
@@ -341,7 +349,7 @@ impl Planner<'_> {
         {
             planned.layout = Layout::Mma16;
         }
-        Ok(Some(planned))
+        Ok(planned)
     }
 
     fn transform(&self, native: &NativeTensor) -> Result<Transform, Error> {
@@ -589,11 +597,9 @@ impl Planner<'_> {
         let config = &self.model.config;
         let name = TensorName::from_gguf(name)?;
         let (layer, role) = match name.scaled().unwrap_or(name) {
-            TensorName::Model(ModelRole::LmHead) => return Some("the embeddings are used".to_owned()),
-            TensorName::Model(_) => return Some("the model has no use for it".to_owned()),
-            TensorName::Layer(LayerIdx(layer), _) if layer >= self.model.block_count => return None,
-            TensorName::Layer(LayerIdx(layer), role) => (layer, role),
-            TensorName::ModelScale(_) | TensorName::LayerScale(..) => return None,
+            TensorName::Layer(LayerIdx(layer), role) if layer < self.model.block_count => (layer, role),
+            // A model uses each of its own tensors that it has, so this is the scale of one that is not there.
+            _ => return None,
         };
         if let Some((layers, reason)) = &self.model.unused_mtp
             && layers.contains(&layer)

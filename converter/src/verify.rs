@@ -19,7 +19,7 @@ use formats::manifest::{
 use formats::map::open_regular;
 use formats::{Digest, Error as FormatsError};
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
 use std::io::{Read, Take};
 use std::path::{Path, PathBuf};
@@ -140,6 +140,10 @@ fn check(
     report.files += open.len();
     report.bytes += open.iter().map(|shard| shard.manifest().bytes).sum::<u64>();
     report.failures.extend(outcome);
+    // As of the source: what was found of several files in turn says nothing.
+    report
+        .failures
+        .extend(open.iter().filter_map(|shard| shard.check_unchanged().err()).map(|e| e.to_string()));
     Ok(())
 }
 
@@ -204,7 +208,11 @@ fn hash_small_file(path: &Path, most: u64) -> Result<(u64, Digest), Error> {
     Ok((bytes, hasher.finalize().into()))
 }
 
-fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>, Error> {
+/// A small regular file, of at most `most` bytes.
+///
+/// # Errors
+/// [`Error::Io`] or [`Error::Input`] naming it.
+pub(crate) fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     open_at_most(path, most)?.read_to_end(&mut bytes).map_err(|e| Error::io(path, "cannot read", e))?;
     Ok(bytes)
@@ -304,11 +312,17 @@ fn run(
         Ok(outcome)
     })?;
     let mut failures = Vec::new();
+    // A file that cannot be opened any more fails once, not with each of its chunks.
+    let mut told = HashSet::new();
     let mut source_chunks: BTreeMap<usize, Vec<(u64, Digest)>> = BTreeMap::new();
     for ((_, job), outcome) in jobs.iter().zip(outcomes) {
         match (job, outcome) {
             (_, Outcome::Fine) => {}
-            (_, Outcome::Failure(failure)) => failures.push(failure),
+            (_, Outcome::Failure(failure)) => {
+                if told.insert(failure.clone()) {
+                    failures.push(failure);
+                }
+            }
             (Job::Source { part, chunk }, Outcome::Digest(digest)) => {
                 source_chunks.entry(*part).or_default().push((*chunk, digest));
             }

@@ -51,6 +51,7 @@ impl PartialDir {
             Err(e) => return Err(Error::io(&partial, "cannot create the directory", e)),
         };
         if !is_new {
+            require_regular_files(&partial)?;
             match unfinished {
                 _ if journal::is_busy(&partial) => return Err(Error::Busy { path: partial }),
                 Unfinished::Refuse => return Err(Error::Unfinished { path: partial }),
@@ -217,6 +218,20 @@ impl Drop for NewFile {
             let _ = fs::remove_file(&self.partial);
         }
     }
+}
+
+/// Refuses a directory with anything in it that no conversion leaves there. To open a pipe would wait for its other end, and
+/// what is written to a link would go to a file elsewhere.
+fn require_regular_files(partial: &Path) -> Result<(), Error> {
+    let io = |e| Error::io(partial, "cannot list it", e);
+    for entry in fs::read_dir(partial).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        if !entry.file_type().map_err(io)?.is_file() {
+            let what = "expected a regular file, as conversions leave them, found something else; remove it";
+            return Err(Error::Input { path: entry.path(), what: what.to_owned() });
+        }
+    }
+    Ok(())
 }
 
 /// Whether a directory is one that [`PartialDir`] made: it has a journal, or nothing yet.

@@ -1,7 +1,7 @@
 // Preloaded into the program under test. Counts the calls that open, read, change or flush files below $FAULT_IN; the
 // $FAULT_AT-th (from 1) meets $FAULT_DO: "kill" ends the program before it, "torn" in the middle of a write, "EIO" makes it
 // fail, "ENOSPC" makes it and all later ones that need space fail. At a normal end the count is left in $FAULT_COUNT.
-// "shrink" empties the file $FAULT_FILE and goes on, "touch" gives it a new time.
+// "shrink" empties the file $FAULT_FILE and goes on, "touch" gives it a new time, "remove" removes it.
 // "no O_DIRECT" and "no O_DIRECT writes" refuse to open, and to write, files past the page cache, as some file systems do, and
 // need no $FAULT_AT; $FAULT_COUNT is then how often.
 #define _GNU_SOURCE
@@ -62,6 +62,11 @@ static enum verdict judge(const char *path, enum kind kind) {
     if (strcmp(todo, "touch") == 0) {
         const char *file = getenv("FAULT_FILE");
         if (!file || utimensat(AT_FDCWD, file, NULL, 0) != 0) abort();
+        return GO_ON;
+    }
+    if (strcmp(todo, "remove") == 0) {
+        const char *file = getenv("FAULT_FILE");
+        if (!file || unlink(file) != 0) abort();
         return GO_ON;
     }
     raise(SIGKILL);

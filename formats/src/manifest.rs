@@ -11,7 +11,7 @@ pub use crate::layout::Layout;
 use crate::config::ModelConfig;
 use crate::digest::{CHUNK_BYTES, Digest, root_digest};
 use crate::tensor::bytes_of;
-use crate::{Dtype, Error, Shape};
+use crate::{Dtype, Error, Shape, TensorName};
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -363,6 +363,7 @@ impl RankManifest {
             if let Some(scale) = &entry.scale {
                 entry.check_scale(scale, by_name.get(scale.as_str()).copied())?;
             }
+            entry.check_names_of_scales(|name| by_name.contains_key(name))?;
         }
         check("bytes", end == self.bytes, &format!("{end}, where the last tensor ends"), self.bytes)
     }
@@ -387,6 +388,21 @@ impl TensorEntry {
         let expected = format!("F32 {:?}", one_each(&self.shape));
         check(&field, fits, &expected, format!("{name}: {} {}", scale.dtype, scale.shape))?;
         check(&field, self.layout == Layout::Ggml, "none in a layout of products without one", &self.layout)
+    }
+
+    /// A weight names the scale that is its own and no other, and no scale is there for nothing: whoever uses the weight alone
+    /// would use other numbers.
+    fn check_names_of_scales(&self, there: impl Fn(&str) -> bool) -> Result<(), Error> {
+        let Some(name) = TensorName::from_native(&self.name) else {
+            let found = self.scale.as_deref().unwrap_or("none");
+            return check(&format!("tensor {}, scale", self.name), self.scale.is_none(), "none", found);
+        };
+        if let Some(weight) = name.scaled().and_then(TensorName::native) {
+            check(&format!("tensor {}", self.name), there(&weight), &format!("{weight} beside it"), "none")?;
+        }
+        let own = name.scale().and_then(TensorName::native).filter(|scale| there(scale));
+        let [expected, found] = [&own, &self.scale].map(|scale| scale.as_deref().unwrap_or("none"));
+        check(&format!("tensor {}, scale", self.name), own == self.scale, expected, found)
     }
 
     fn validate(&self, file_bytes: u64) -> Result<(), Error> {

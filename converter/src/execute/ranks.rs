@@ -8,12 +8,13 @@ use crate::journal::lock;
 use crate::origin::{Origin, Stamp};
 use crate::plan::Plan;
 use crate::side_files::{SideFileBytes, json};
+use crate::verify::read_at_most;
 use crate::work::Control;
 use crate::writer::{
     PartialDir, Unfinished, parent_and_name, refuse_existing, remove_if_there, rename, sync_dir, write_file,
 };
 use formats::gguf::GgufSet;
-use formats::manifest::{MANIFEST_FILE, rank_file_name, rank_manifest_name};
+use formats::manifest::{MANIFEST_FILE, MAX_MANIFEST_BYTES, rank_file_name, rank_manifest_name};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::ErrorKind;
@@ -142,7 +143,7 @@ fn check_and_write(
     let digests = run(&work, "finishing", control)?;
     for &rank in ranks {
         let path = out.join(rank_manifest_name(rank, all));
-        let found = fs::read(&path).map_err(|e| Error::io(&path, "cannot read", e))?;
+        let found = read_at_most(&path, MAX_MANIFEST_BYTES)?;
         if found != json(&rank_manifest(plan, rank, &digests.ranks[&rank])) {
             return Err(differs(rank));
         }
@@ -222,7 +223,7 @@ fn check_origins(out: &Path, expected: &Origin) -> Result<usize, Error> {
         if !path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(ORIGIN)) {
             continue;
         }
-        let bytes = fs::read(&path).map_err(|e| Error::io(&path, "cannot read", e))?;
+        let bytes = read_at_most(&path, MAX_MANIFEST_BYTES)?;
         let difference = match serde_json::from_slice(&bytes) {
             Ok(found) => expected.difference(&found),
             Err(_) => Some("expected one by this version, found something else".to_owned()),

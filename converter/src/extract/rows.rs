@@ -9,7 +9,7 @@ use formats::gguf::GgufSet;
 use formats::layout::{Layout, mma16};
 use formats::manifest::{Shard, TensorEntry};
 use formats::name::LayerRole;
-use formats::{Dtype, Shape, TensorName, TensorView, quant};
+use formats::{Dtype, LayerIdx, Shape, TensorName, TensorView, quant};
 use std::ops::Range;
 
 /// A tensor that can be decoded row by row.
@@ -243,6 +243,9 @@ impl<'a> CheckpointRows<'a> {
             let made_from = vec![format!("{native} ({}) of {} ranks", parts.dtype, self.ranks.len())];
             return Ok(Some(Rows::new(parts.shape.clone(), made_from, Source::Ranks(parts))));
         }
+        if let TensorName::LayerScale(layer, LayerRole::ExpertsGateUpProj) = name {
+            return self.fused_scale(layer, &name.gguf());
+        }
         let TensorName::Layer(layer, role) = name else { return Ok(None) };
         let sister = |role| TensorName::Layer(layer, role).native().unwrap_or_default();
         if role == LayerRole::ExpertsGateUpProj {
@@ -265,6 +268,14 @@ impl<'a> CheckpointRows<'a> {
             ([heads, v as u64, rank], Source::Values { kv_b, nope, v })
         };
         Ok(Some(Rows::new(Shape::new(&shape)?, made_from, source)))
+    }
+
+    /// The scale of a fused tensor, which both halves have; of two tensors that were never one there is none.
+    fn fused_scale(&self, layer: LayerIdx, gguf: &str) -> Result<Option<Rows<'a>>, Error> {
+        let scale = TensorName::LayerScale(layer, LayerRole::ExpertsGateProj);
+        let native = scale.native().unwrap_or_default();
+        let is_its = self.ranks[0].entry(&native).is_some_and(|entry| entry.source == [gguf]);
+        if is_its { self.rows(scale) } else { Ok(None) }
     }
 
     fn fused(&self, gate_name: &str, up_name: &str) -> Result<Option<Rows<'a>>, Error> {

@@ -29,6 +29,9 @@ struct TensorReport<'a> {
     transform: TransformKind,
     layout: &'a Layout,
     source: &'a [String],
+    /// The native tensor that its values are multiplied by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    scale: Option<&'a str>,
     /// One for each rank.
     shards: Vec<ShardReport<'a>>,
 }
@@ -129,14 +132,16 @@ fn one(dir: &Path, name: &str, ranks: &[RankManifest]) -> Result<Inspection, Err
 }
 
 fn details(entry: &TensorEntry, report: &TensorReport<'_>) -> String {
-    let mut text = pairs(&[
+    let mut facts = vec![
         ("native name", entry.name.clone()),
         ("GGUF name", report.gguf.clone().unwrap_or_default()),
         ("type", entry.dtype.to_string()),
         ("shape", entry.full_shape.to_string()),
         ("made by", format!("{} from {}", words(entry.transform), entry.source.join(" and "))),
         ("layout", String::from(entry.layout.clone())),
-    ]);
+    ];
+    facts.extend(entry.scale.iter().map(|scale| ("multiplied by", scale.clone())));
+    let mut text = pairs(&facts);
     text.push('\n');
     let rows: Vec<Vec<String>> = report
         .shards
@@ -177,6 +182,7 @@ fn tensor_report<'a>(entry: &'a TensorEntry, ranks: &'a [RankManifest]) -> Tenso
         transform: entry.transform,
         layout: &entry.layout,
         source: &entry.source,
+        scale: entry.scale.as_deref(),
         shards: shards.collect(),
     }
 }

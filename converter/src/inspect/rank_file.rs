@@ -118,6 +118,15 @@ fn read(path: &Path) -> Result<Report, Error> {
     metadata.remove("layouts");
     metadata.remove("dtypes");
     tensors.sort_by_key(|t| t.bytes);
+    let len = bytes.len() as u64;
+    if let Some(tensor) = tensors.iter().find(|t| t.bytes.1 > len) {
+        return Err(refuse(format!(
+            "tensor {}, from byte {}: the file ends at byte {len}, {} more bytes were expected; it is truncated, get it again",
+            tensor.name,
+            tensor.bytes.0,
+            tensor.bytes.1 - len
+        )));
+    }
     Ok(Report { path: path.display().to_string(), bytes: bytes.len() as u64, data_start, metadata, tensors })
 }
 

@@ -191,6 +191,11 @@ fn inspect_says_the_same_of_a_tensor_wherever_it_lies() {
     let rank_file = inspect(&dir.join("rank-2-of-4.safetensors"), None).unwrap();
     assert!(rank_file.text.contains("rank 2 of 4"), "{}", rank_file.text);
     assert_eq!(rank_file.json["tensors"].as_array().unwrap().len(), 90);
+    let path = dir.join("rank-2-of-4.safetensors");
+    let len = std::fs::metadata(&path).unwrap().len();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(len - 1).unwrap();
+    let said = inspect(&path, None).unwrap_err().to_string();
+    assert!(said.contains("1 more bytes were expected; it is truncated"), "{said}");
 }
 
 #[test]

@@ -96,6 +96,23 @@ fn what_is_not_the_same_conversion_is_not_resumed() {
     let error = refused(&mut converting(&gguf, &out, &["--ranks", "20", "--resume"]), 2);
     assert!(error.contains("written to since"), "{error}");
     assert!(contents(&temp.path().join("out.partial")) == before, "a refusal changes nothing");
+    // What is written through a link goes elsewhere, and a pipe waits for its other end.
+    for name in ["rank-5-of-20.safetensors", "convert.journal"] {
+        let (path, away) = (temp.path().join("out.partial").join(name), temp.path().join("away"));
+        std::fs::rename(&path, &away).unwrap();
+        for make in [&["ln", "-s", "../away"][..], &["mkfifo"]] {
+            assert!(Command::new(make[0]).args(&make[1..]).arg(&path).status().unwrap().success());
+            let error = refused(&mut converting(&gguf, &out, &["--ranks", "20", "--resume"]), 2);
+            assert!(error.contains(name) && error.contains("expected a regular file"), "{error}");
+            std::fs::remove_file(&path).unwrap();
+        }
+        std::fs::rename(&away, &path).unwrap();
+    }
+    assert!(contents(&temp.path().join("out.partial")) == before, "a refusal changes nothing");
+    let journal = temp.path().join("out.partial/convert.journal");
+    OpenOptions::new().write(true).open(&journal).unwrap().set_len(1 << 40).unwrap();
+    let error = refused(&mut converting(&gguf, &out, &["--ranks", "20", "--resume"]), 2);
+    assert!(error.contains("out.partial") && error.contains("1099511627776"), "{error}");
     // A directory of someone else's.
     let theirs = temp.path().join("their.partial");
     std::fs::create_dir(&theirs).unwrap();
@@ -192,6 +209,18 @@ fn ranks_made_apart_are_those_of_one_run() {
         assert!(Checkpoint::open(&one).is_err());
     }
     std::fs::write(&weights, right).unwrap();
+    for name in ["rank-2-of-5.json", "rank-2-of-5.origin"] {
+        let (path, away) = (one.join(name), temp.path().join("away"));
+        std::fs::rename(&path, &away).unwrap();
+        std::fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
+        let said = refused(&mut finishing(&one, "5"), 2);
+        assert!(said.contains(name) && said.contains("found 1099511627776"), "{said}");
+        std::fs::remove_file(&path).unwrap();
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let said = refused(&mut finishing(&one, "5"), 2);
+        assert!(said.contains(name) && said.contains("not a regular file"), "{said}");
+        std::fs::rename(&away, &path).unwrap();
+    }
     done(&mut finishing(&one, "5"));
     assert!(contents(&one) == contents(&whole), "the two directories differ");
     let said = refused(&mut converting(&gguf, &one, &["--ranks", "5", "--rank", "0", "--resume"]), 2);
@@ -296,6 +325,20 @@ fn verify_and_extract_look_again_at_what_they_read() {
     let said = refused(&mut touching(&verify, &gguf, &rank_file), 2);
     assert!(said.contains("model.gguf: it was written to"), "{said}");
     assert!(shardmill(&verify).output().unwrap().status.success());
+    let failed = |command: &mut Command| {
+        let output = command.output().unwrap();
+        assert_eq!((output.status.code(), &*output.stderr), (Some(1), &b""[..]));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let alone = [OsStr::new("verify"), dir.as_os_str(), "-q".as_ref()];
+    let said = failed(&mut touching(&alone, &rank_file, &rank_file));
+    assert!(said.contains("rank-0-of-2.safetensors: it was written to"), "{said}");
+    let away = temp.path().join("away");
+    std::fs::copy(&rank_file, &away).unwrap();
+    // Once, though the file has several chunks.
+    let said = failed(touching(&alone, &rank_file, &rank_file).env("FAULT_DO", "remove"));
+    assert_eq!(said.matches("rank-0-of-2.safetensors: cannot open").count(), 1, "{said}");
+    std::fs::rename(&away, &rank_file).unwrap();
     let partial = temp.path().join("one.partial");
     for (input, file) in [(&gguf, &gguf), (&dir, &rank_file)] {
         let name = OsStr::new("blk.1.ffn_down_exps.weight");

@@ -396,6 +396,9 @@ fn embeddings_are_tied_only_without_an_output_tensor() {
 fn shapes_and_types_are_held_against_the_metadata() {
     let wrong = changed(|g| g.set("glm-dsa.attention.kv_lora_rank", Value::U32(64)));
     refused(&wrong, &["blk.0.attn_kv_a_mqa.weight", "[80, 64]", "[48, 64]"]);
+    // A width that cuts depend on too is told of where it is wrong, not where it is cut by.
+    let narrow = changed(|g| g.set("glm-dsa.attention.value_length_mla", Value::U32(3)));
+    refused(&narrow, &["blk.0.attn_v_b.weight", "[2, 3, 32]", "[2, 32, 32]"]);
     let vocabulary = changed(|g| {
         let Some(Value::Strs(mut tokens)) = g.value("tokenizer.ggml.tokens").cloned() else {
             panic!("strings")

@@ -2,6 +2,9 @@
 
 use crate::files::{control, convert_with, options};
 use crate::made::{EXPERTS, F32, FE, Gguf, HIDDEN, NVFP4, Q8_0};
+use converter::Existing;
+use converter::extract::extract;
+use converter::inspect::inspect;
 use converter::plan::{Plan, UnknownTensors, WeightLayout};
 use converter::verify::verify;
 use formats::checkpoint::Checkpoint;
@@ -77,6 +80,21 @@ fn a_fused_tensors_scale_is_that_of_both_halves() {
         let name = format!("model.layers.1.mlp.experts.{half}_proj.weight_scale_2");
         assert_eq!(bytes(&out, 1, &name).1, SCALES);
     }
+    // Both programs that look at single tensors know it by the source's name.
+    let name = "blk.1.ffn_gate_up_exps.scale";
+    let file = temp.path().join("scale.safetensors");
+    for input in [&path, &out] {
+        let extracted = extract(input, name, &file, Existing::Replace, &control()).unwrap();
+        assert_eq!(extracted.shape.dims(), [EXPERTS]);
+        let written = std::fs::read(&file).unwrap();
+        assert!(written.ends_with(&SCALES.map(f32::to_le_bytes).concat()), "{}", input.display());
+    }
+    let inspected = inspect(&out, Some(name)).unwrap();
+    assert_eq!(inspected.json["tensors"].as_array().map(Vec::len), Some(2));
+    let weight = inspect(&out, Some("model.layers.1.mlp.experts.up_proj.weight")).unwrap();
+    let scale = "model.layers.1.mlp.experts.up_proj.weight_scale_2";
+    assert_eq!(weight.json["scale"], scale);
+    assert!(weight.text.lines().any(|line| line.starts_with("multiplied by") && line.ends_with(scale)));
 }
 
 /// Cases: T41.
@@ -103,6 +121,12 @@ fn what_cannot_be_carried_is_refused_and_what_is_not_needed_is_listed() {
         let scale = format!("{name}.scale");
         refused(&|g| g.put(&scale, &[1], F32), &[&scale, &format!("one of {name}.weight")]);
     }
+    // The embeddings, which are used in its place, are not multiplied by it.
+    let tied = |g: &mut Gguf| {
+        g.remove("output.weight");
+        g.put("output.scale", &[1], F32);
+    };
+    refused(&tied, &["output.scale", "one of output.weight"]);
     // Other spellings, which nothing here multiplies by.
     for ending in [".weight.scale", ".weight_scale", ".weight_scale_2"] {
         let scale = format!("blk.0.attn_output{ending}");
@@ -177,4 +201,35 @@ fn scales_in_manifests_are_checked() {
         let said = parsed(&|entry| entry.scale = Some(name.to_owned())).unwrap_err();
         assert!(said.contains("down_proj.weight, scale") && said.contains(expected), "{said}");
     }
+    // One of the right shape that is another weight's, none at all, and one whose weight has gone.
+    let down = "model.layers.1.mlp.experts.down_proj";
+    let refused = |change: &dyn Fn(&mut formats::manifest::TensorEntry), expected: &str| {
+        let mut manifest = manifest.clone();
+        manifest.tensors.iter_mut().for_each(change);
+        let bytes = serde_json::to_vec(&manifest).unwrap();
+        let said = formats::manifest::RankManifest::parse(&bytes).unwrap_err().to_string();
+        assert!(said.contains(expected), "{said}");
+    };
+    let o_proj = "model.layers.1.self_attn.o_proj.weight";
+    let q_a_proj = "model.layers.1.self_attn.q_a_proj.weight";
+    refused(
+        &|entry| {
+            if entry.name == q_a_proj {
+                entry.scale = Some(format!("{o_proj}_scale_2"));
+            }
+        },
+        "q_a_proj.weight, scale: expected none",
+    );
+    refused(
+        &|entry| entry.scale = None,
+        &format!("o_proj.weight, scale: expected {o_proj}_scale_2, found none"),
+    );
+    refused(
+        &|entry| {
+            if entry.name == format!("{down}.weight") {
+                (entry.name, entry.scale) = (format!("{down}.other"), None);
+            }
+        },
+        &format!("tensor {down}.weight_scale_2: expected {down}.weight beside it"),
+    );
 }

@@ -97,6 +97,12 @@ fn missing_and_short_files_are_failures_and_no_checkpoint_is_bad_input() {
     assert_eq!(failures(&dir).len(), 2);
     std::fs::remove_file(dir.join("checkpoint.json")).unwrap();
     assert_eq!(verify(&dir, None, &control()).unwrap_err().exit_code(), 2);
+    // Of a checkpoint without any rank file no tensor is missed besides.
+    let temp = TempDir::new().unwrap();
+    let dir = checkpoint(&temp, 1);
+    std::fs::remove_file(dir.join("rank-0-of-1.safetensors")).unwrap();
+    let report = verify(&dir, Some(&bundled().gguf), &control()).unwrap();
+    assert_eq!(report.failures.len(), 1, "{:?}", report.failures);
 }
 
 /// Neither waits for a pipe's other end nor reads gigabytes of nothing.
