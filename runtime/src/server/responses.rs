@@ -161,9 +161,7 @@ fn read_tool(tool: &Fields<'_>) -> Result<Value, ApiError> {
         }
         None => return Err(ApiError::field(tool.path("type"), "missing: expected \"function\"")),
     }
-    let Some(name) = tool.string("name")?.filter(|name| !name.is_empty()) else {
-        return Err(ApiError::field(tool.path("name"), "missing: expected a string"));
-    };
+    let name = messages::tool_name(tool)?;
     let mut function = json!({"name": name});
     if let Some(description) = tool.string("description")? {
         function["description"] = description.into();
