@@ -377,11 +377,14 @@ fn anthropics_clients_find_what_they_know() {
 
 #[test]
 fn responses_are_items() {
+    let cut_off = vec![Event::token(1399), Event::Finished(FinishReason::Length)];
     let server = TestServer::start([
         says("Hm.</think>It is 4."),
         says(CALLS),
         says("Hm.</think>It is 4."),
         says(CALLS),
+        Script::Send(cut_off.clone()),
+        Script::Send(cut_off),
         says("x"),
     ]);
     server.engine.extend_context(1024);
@@ -428,6 +431,18 @@ fn responses_are_items() {
             .filter_map(|event| event["delta"].as_str())
             .collect();
         assert!(text == "It is 4." || text == "I look.", "{text}");
+    }
+    // What was cut off says so.
+    let cut = json!({"input": "x", "max_output_tokens": 1});
+    let json = server.post("/v1/responses", &cut).json();
+    let streamed =
+        named(&server.post("/v1/responses", &json!({"input": "x", "max_output_tokens": 1, "stream": true})));
+    for response in [&json, &streamed.last().unwrap()["response"]] {
+        assert_eq!(
+            (&response["status"], &response["output"][0]["status"]),
+            (&json!("incomplete"), &json!("incomplete")),
+            "{response}"
+        );
     }
     let items = json!([{"role": "user", "content": [{"type": "input_text", "text": "x"}]},
         {"type": "reasoning", "summary": []},
@@ -494,6 +509,7 @@ fn tokens_and_texts_are_turned_into_each_other() {
     assert_eq!(server.get("/v1/models/tiny").json()["ranks"], 8);
     assert_eq!(server.get("/v1/models/tiny").json()["dense_attention_exact_up_to"], 48);
     assert_eq!(server.get("/v1/models/other/name").error(404)["code"], "model_not_found");
+    assert_eq!(server.get("/v1/models/%ff").error(400)["type"], "invalid_request_error");
 }
 
 /// The answer to a request with these header lines.
@@ -506,6 +522,13 @@ fn with_headers(server: &TestServer, method: &str, path: &str, headers: &str) ->
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).unwrap();
     http::Response::parse(&bytes)
+}
+
+#[test]
+fn a_regular_expression_that_is_none_is_told_why() {
+    let server = TestServer::start([]);
+    let error = server.chat(&json!({"messages": user("x"), "structured_outputs": {"regex": "("}})).error(400);
+    assert!(error["message"].as_str().unwrap().ends_with("regex parse error: unclosed group"), "{error}");
 }
 
 #[test]
