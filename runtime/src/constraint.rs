@@ -185,8 +185,16 @@ fn one_line(error: impl std::fmt::Display) -> String {
 /// The library adds pages about its state.
 fn first_line(message: &str) -> String {
     const LONGEST: usize = 300;
-    let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("unknown").trim();
-    line[..line.floor_char_boundary(LONGEST)].to_owned()
+    let mut line =
+        message.lines().find(|line| !line.trim().is_empty()).unwrap_or("unknown").trim().to_owned();
+    // Faults of regular expressions are drawn first and named last.
+    let named = message.lines().find_map(|line| line.trim().strip_prefix("error: "));
+    if let Some(named) = named.filter(|_| line.ends_with(':')) {
+        line.truncate(line.floor_char_boundary(LONGEST));
+        line = format!("{line} {named}");
+    }
+    line.truncate(line.floor_char_boundary(LONGEST));
+    line
 }
 
 #[cfg(test)]

@@ -67,6 +67,9 @@ pub enum RenderError {
     /// The template does not get along with it.
     #[error("the chat template fails on this conversation: {0}")]
     Failed(String),
+    /// It is more than a template may work on.
+    #[error("the conversation takes the chat template more than {FUEL} steps: shorten it")]
+    TooLong,
     /// The rendered text has no token ids.
     #[error(transparent)]
     Encode(#[from] EncodeError),
@@ -216,6 +219,7 @@ impl ChatTemplate {
         let context = Value::from_pairs(variables.chain(own));
         self.eval(context).map_err(|error| match python::raised(&error) {
             Some(message) => RenderError::Refused(message),
+            None if error.kind() == minijinja::ErrorKind::OutOfFuel => RenderError::TooLong,
             None => RenderError::Failed(python::one_line(&error)),
         })
     }

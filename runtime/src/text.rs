@@ -8,7 +8,7 @@ mod utf8;
 
 pub use channel::{Channels, Opening, THINK_END, THINK_START};
 pub use stop::StopStrings;
-pub use tools::{CallDelta, Calls, ToolCalls, ToolFormat, Tools};
+pub use tools::{CallDelta, Calls, LONGEST_NAME, ToolCalls, ToolFormat, Tools, is_bare_text, is_tool_name};
 pub use utf8::TextStream;
 
 use crate::tokenizer::Tokenizer;

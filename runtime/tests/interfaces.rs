@@ -105,6 +105,80 @@ fn tool_calls_have_names_ids_and_typed_arguments() {
 }
 
 #[test]
+fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
+    let server = TestServer::start((0..6).map(|_| says("x")));
+    server.engine.extend_context(1024);
+    let dialect = common::dialect();
+    let tokenizer = dialect.tokenizer();
+    let city = json!({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]});
+    for (schema, value, other) in [
+        // References lead to what stands beside all parameters.
+        (json!({"$ref": "#/$defs/City"}), r#"{"name": "Oslo"}"#, "7"),
+        (json!({"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}), "null", "7"),
+        // What is read as bare text has no quotes.
+        (json!({"const": "Oslo"}), "Oslo", "\"Oslo\""),
+        (json!({"type": "string", "const": "Oslo"}), "Oslo", "Rome"),
+        (json!({"type": "string", "enum": ["Oslo", null]}), "Oslo", "null"),
+        (json!({"type": ["string", "null"]}), "\"Oslo\"", "Oslo"),
+    ] {
+        let parameters = json!({"type": "object", "$defs": {"City": city}, "properties": {"k": schema}, "required": ["k"]});
+        let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+        let response =
+            server.chat(&json!({"messages": user("x"), "tools": tools, "tool_choice": "required"}));
+        assert_eq!(response.status, 200, "{response:?}");
+        let takes = |value: &str| {
+            let mut constraint = server.engine.last().constraint.clone().unwrap();
+            let text = format!("<tool_call>f<arg_key>k</arg_key><arg_value>{value}</arg_value></tool_call>");
+            let ids = tokenizer.encode(&text, Specials::Recognised).unwrap();
+            ids.into_iter().all(|id| constraint.accept(id).is_ok())
+        };
+        assert!(takes(value) && !takes(other), "{schema}");
+    }
+}
+
+#[test]
+fn definitions_that_every_parameter_refers_to_do_not_grow_without_bound() {
+    let server = TestServer::start([]);
+    server.engine.extend_context(1 << 20);
+    let properties: Vec<(String, Value)> =
+        (0..600).map(|at| (format!("p{at}"), json!({"$ref": "#/$defs/D"}))).collect();
+    let parameters = json!({"type": "object", "properties": properties.into_iter().collect::<serde_json::Map<_, _>>(),
+        "$defs": {"D": {"type": "string", "description": "d".repeat(8000)}}});
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+    let body = json!({"messages": user("x"), "tools": tools, "tool_choice": "required"});
+    let error = server.chat(&body).error(400);
+    assert!(error["message"].as_str().unwrap().contains("too large to be held to"), "{error}");
+}
+
+#[test]
+fn a_tool_whose_calls_could_not_be_read_is_refused() {
+    let server = TestServer::start([says("x"), says("x")]);
+    server.engine.extend_context(1024);
+    let chat = |name: &str| {
+        server.chat(
+            &json!({"messages": user("x"), "tools": [{"type": "function", "function": {"name": name}}]}),
+        )
+    };
+    for name in ["", "a\nb", "<tool_call>", "a\"b", " a", &"x".repeat(129)] {
+        let error = chat(name).error(400);
+        assert_eq!(error["param"], "tools[0].function.name", "{error}");
+        let tool = json!([{"type": "function", "name": name, "input_schema": {}}]);
+        let responses = json!({"input": "x", "tools": tool});
+        assert_eq!(server.post("/v1/responses", &responses).error(400)["param"], "tools[0].name");
+        let tool = json!([{"name": name, "input_schema": {}}]);
+        let messages = json!({"max_tokens": 5, "messages": user("x"), "tools": tool});
+        let error = server.post("/v1/messages", &messages).json();
+        assert!(
+            error["error"]["message"].as_str().unwrap().starts_with("tools[0].name: expected"),
+            "{error}"
+        );
+    }
+    for name in ["mcp.files/read-all 2", &"x".repeat(128)] {
+        assert_eq!(chat(name).status, 200, "{name}");
+    }
+}
+
+#[test]
 fn a_call_inside_reasoning_is_a_call() {
     let script = "I should look<tool_call>now</tool_call>";
     let server = TestServer::start([says(script)]);
@@ -303,11 +377,14 @@ fn anthropics_clients_find_what_they_know() {
 
 #[test]
 fn responses_are_items() {
+    let cut_off = vec![Event::token(1399), Event::Finished(FinishReason::Length)];
     let server = TestServer::start([
         says("Hm.</think>It is 4."),
         says(CALLS),
         says("Hm.</think>It is 4."),
         says(CALLS),
+        Script::Send(cut_off.clone()),
+        Script::Send(cut_off),
         says("x"),
     ]);
     server.engine.extend_context(1024);
@@ -354,6 +431,18 @@ fn responses_are_items() {
             .filter_map(|event| event["delta"].as_str())
             .collect();
         assert!(text == "It is 4." || text == "I look.", "{text}");
+    }
+    // What was cut off says so.
+    let cut = json!({"input": "x", "max_output_tokens": 1});
+    let json = server.post("/v1/responses", &cut).json();
+    let streamed =
+        named(&server.post("/v1/responses", &json!({"input": "x", "max_output_tokens": 1, "stream": true})));
+    for response in [&json, &streamed.last().unwrap()["response"]] {
+        assert_eq!(
+            (&response["status"], &response["output"][0]["status"]),
+            (&json!("incomplete"), &json!("incomplete")),
+            "{response}"
+        );
     }
     let items = json!([{"role": "user", "content": [{"type": "input_text", "text": "x"}]},
         {"type": "reasoning", "summary": []},
@@ -420,6 +509,7 @@ fn tokens_and_texts_are_turned_into_each_other() {
     assert_eq!(server.get("/v1/models/tiny").json()["ranks"], 8);
     assert_eq!(server.get("/v1/models/tiny").json()["dense_attention_exact_up_to"], 48);
     assert_eq!(server.get("/v1/models/other/name").error(404)["code"], "model_not_found");
+    assert_eq!(server.get("/v1/models/%ff").error(400)["type"], "invalid_request_error");
 }
 
 /// The answer to a request with these header lines.
@@ -432,6 +522,13 @@ fn with_headers(server: &TestServer, method: &str, path: &str, headers: &str) ->
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).unwrap();
     http::Response::parse(&bytes)
+}
+
+#[test]
+fn a_regular_expression_that_is_none_is_told_why() {
+    let server = TestServer::start([]);
+    let error = server.chat(&json!({"messages": user("x"), "structured_outputs": {"regex": "("}})).error(400);
+    assert!(error["message"].as_str().unwrap().ends_with("regex parse error: unclosed group"), "{error}");
 }
 
 #[test]

@@ -178,6 +178,17 @@ fn the_date_is_todays_in_pythons_format() {
 }
 
 #[test]
+fn a_conversation_that_takes_too_many_steps_is_to_be_shortened() {
+    let endless = render(
+        "{% for x in range(9000) %}{% for y in range(9000) %}{{ y }}{% endfor %}{% endfor %}",
+        json!({}),
+    );
+    let fault = endless.unwrap_err();
+    assert_eq!(fault, RenderError::TooLong);
+    assert!(fault.to_string().ends_with("shorten it"), "{fault}");
+}
+
+#[test]
 fn a_templates_refusal_is_told_from_its_failure() {
     let refused = render("{{ raise_exception('roles must alternate') }}", json!({})).unwrap_err();
     assert_eq!(refused, RenderError::Refused("roles must alternate".into()));

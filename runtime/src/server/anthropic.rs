@@ -6,6 +6,7 @@ use super::chat::{Conversation, ToolChoice, set_effort, streamed, think};
 use super::error::ApiError;
 use super::fields::{self, Fields, wrong};
 use super::known;
+use super::messages::tool_name;
 use super::request::{Context, Job, Tokens, check_model, longest_answer, stop, top_k};
 use super::shape;
 use crate::engine::GenerationRequest;
@@ -219,10 +220,7 @@ fn read_tool(tool: &Fields<'_>) -> Result<Value, ApiError> {
         let message = format!("{kind:?} is not supported: only tools of the client are");
         return Err(ApiError::unsupported(tool.path("type"), message));
     }
-    let name = required(tool, "name")?;
-    if name.is_empty() {
-        return Err(ApiError::field(tool.path("name"), "expected a name, found nothing"));
-    }
+    let name = tool_name(tool)?;
     let mut function = json!({"name": name});
     if let Some(description) = tool.string("description")? {
         function["description"] = description.into();

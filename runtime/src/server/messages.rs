@@ -2,6 +2,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, wrong};
+use crate::text::{LONGEST_NAME, is_tool_name};
 use serde_json::{Map, Value};
 
 /// Reads `messages`.
@@ -108,6 +109,20 @@ pub(super) fn arguments(call: &Fields<'_>) -> Result<Map<String, Value>, ApiErro
     }
 }
 
+/// The name of a tool: one that is told from text when the model calls it.
+pub(super) fn tool_name<'a>(tool: &Fields<'a>) -> Result<&'a str, ApiError> {
+    match tool.string("name")? {
+        Some(name) if is_tool_name(name) => Ok(name),
+        found => {
+            let expected = format!(
+                "expected a name of 1 to {LONGEST_NAME} bytes without `<`, quotes, line breaks and outer white space"
+            );
+            let message = if found.is_some() { expected } else { format!("missing: {expected}") };
+            Err(ApiError::field(tool.path("name"), message))
+        }
+    }
+}
+
 /// Reads `tools`: functions with a name. They reach the template as they are.
 pub(super) fn read_tools(tools: &[Value]) -> Result<Vec<Value>, ApiError> {
     for (at, tool) in tools.iter().enumerate() {
@@ -120,17 +135,12 @@ pub(super) fn read_tools(tools: &[Value]) -> Result<Vec<Value>, ApiError> {
             }
             None => return Err(ApiError::field(fields.path("type"), "missing: expected \"function\"")),
         }
-        let named = match fields.fields("function")? {
-            Some(function) => {
-                function.fields("parameters")?;
-                function.string("description")?;
-                function.string("name")?.is_some_and(|name| !name.is_empty())
-            }
-            None => false,
+        let Some(function) = fields.fields("function")? else {
+            return Err(ApiError::field(fields.path("function"), "missing: expected an object"));
         };
-        if !named {
-            return Err(ApiError::field(fields.path("function.name"), "missing: expected a string"));
-        }
+        function.fields("parameters")?;
+        function.string("description")?;
+        tool_name(&function)?;
     }
     Ok(tools.to_vec())
 }

@@ -7,6 +7,7 @@
 use super::chat::EFFORTS;
 use super::known::{self, Known};
 use super::request::{MAX_CHOICES, MAX_LOGPROBS};
+use crate::text::LONGEST_NAME;
 use serde_json::{Map, Value, json};
 
 /// The document of `/openapi.json`.
@@ -216,12 +217,17 @@ fn common() -> Map<String, Value> {
     }))
 }
 
+/// What `text::is_tool_name` takes, but that it counts bytes.
+fn tool_name() -> Value {
+    json!({"type": "string", "minLength": 1, "maxLength": LONGEST_NAME, "pattern": r#"^[^<"\s]([^<"\n]*[^<"\s])?$"#})
+}
+
 fn tools() -> Value {
     or_null(
         json!({"type": "array", "items": {"type": "object", "required": ["type", "function"], "properties": {
             "type": {"const": "function"},
             "function": {"type": "object", "required": ["name"], "properties": {
-                "name": {"type": "string", "minLength": 1}, "description": of("string"), "parameters": of("object"),
+                "name": tool_name(), "description": of("string"), "parameters": of("object"),
             }},
         }}}),
     )
@@ -279,7 +285,7 @@ fn messages(whole: bool) -> Value {
     let content = json!({"type": ["string", "array"], "items": {"type": "object", "required": ["type"]}});
     let message = json!({"type": "object", "required": ["role", "content"], "properties": {"role": {"enum": ["user", "assistant"]}, "content": content}});
     let tool = json!({"type": "object", "required": ["name", "input_schema"], "properties": {
-        "name": {"type": "string", "minLength": 1}, "description": of("string"), "input_schema": {"type": "object"}}});
+        "name": tool_name(), "description": of("string"), "input_schema": {"type": "object"}}});
     let mut fields = map(json!({
         "model": of("string"),
         "messages": {"type": "array", "minItems": 1, "items": message},
@@ -309,7 +315,7 @@ fn messages(whole: bool) -> Value {
 
 fn responses_body() -> Value {
     let tool = json!({"type": "object", "required": ["type", "name"], "properties": {
-        "type": {"const": "function"}, "name": {"type": "string", "minLength": 1}, "description": of("string"), "parameters": of("object")}});
+        "type": {"const": "function"}, "name": tool_name(), "description": of("string"), "parameters": of("object")}});
     let fields = map(json!({
         "model": of("string"),
         "input": {"type": ["string", "array"], "minItems": 1, "items": {"type": "object"}},

@@ -161,9 +161,7 @@ fn read_tool(tool: &Fields<'_>) -> Result<Value, ApiError> {
         }
         None => return Err(ApiError::field(tool.path("type"), "missing: expected \"function\"")),
     }
-    let Some(name) = tool.string("name")?.filter(|name| !name.is_empty()) else {
-        return Err(ApiError::field(tool.path("name"), "missing: expected a string"));
-    };
+    let name = messages::tool_name(tool)?;
     let mut function = json!({"name": name});
     if let Some(description) = tool.string("description")? {
         function["description"] = description.into();
@@ -260,7 +258,7 @@ impl Responses {
         if is_open {
             return;
         }
-        self.close(out);
+        self.close("completed", out);
         let prefix = match kind {
             Kind::Reasoning => "rs_",
             Kind::Message => "msg_",
@@ -297,7 +295,7 @@ impl Responses {
         }
     }
 
-    fn close(&mut self, out: &mut Events) {
+    fn close(&mut self, status: &str, out: &mut Events) {
         let Some(open) = self.open.take() else { return };
         let index = self.items.len();
         let base = json!({"item_id": open.id, "output_index": index});
@@ -324,7 +322,7 @@ impl Responses {
                 self.send("response.function_call_arguments.done", done, out);
             }
         }
-        let item = open.item("completed");
+        let item = open.item(status);
         self.send("response.output_item.done", json!({"output_index": index, "item": item}), out);
         self.items.push(item);
     }
@@ -351,7 +349,11 @@ impl Protocol for Responses {
         for call in calls(piece.calls) {
             output.push(item(Kind::Call, "fc_", call.arguments, (call.id, call.name)));
         }
-        self.response(Self::status(Some(choice.ending)), &output, Some(usage))
+        let status = Self::status(Some(choice.ending));
+        if let Some(last) = output.last_mut() {
+            last["status"] = status.into();
+        }
+        self.response(status, &output, Some(usage))
     }
 
     fn begin(&mut self, out: &mut Events) {
@@ -381,7 +383,8 @@ impl Protocol for Responses {
     }
 
     fn end(&mut self, _: usize, ending: Ending, out: &mut Events) {
-        self.close(out);
+        // What was cut off is the last item.
+        self.close(Self::status(Some(ending)), out);
         self.ending = Some(ending);
     }
 

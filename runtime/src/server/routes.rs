@@ -8,6 +8,7 @@ use super::{Ready, State, anthropic, chat, completions, openai, openapi, respons
 use crate::engine::{Event, EventStream, FinishReason, GenerationRequest};
 use crate::generation::{Generation, Ids};
 use axum::body::{Body, Bytes};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{self, Request};
 use axum::http::header::{
     CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
@@ -114,8 +115,9 @@ async fn models(extract::State(state): Shared) -> Result<Json<Value>, ApiError> 
 
 async fn model(
     extract::State(state): Shared,
-    extract::Path(asked): extract::Path<String>,
+    asked: Result<extract::Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
+    let extract::Path(asked) = asked.map_err(|error| ApiError::bad_request(error.body_text()))?;
     let ready = ready(&state)?;
     if asked != *ready.model {
         return Err(ApiError::unknown_model(&asked, &ready.model));

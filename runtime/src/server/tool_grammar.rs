@@ -1,10 +1,13 @@
 //! The grammar of an answer that must call tools.
 
 use crate::constraint::Shape;
-use crate::text::ToolFormat;
+use crate::text::{ToolFormat, is_bare_text};
 use crate::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::fmt::Write;
+
+/// Longest grammar, in bytes. Each parameter has the definitions that it refers to, so it can be far longer than the request.
+const LONGEST: usize = 4 << 20;
 
 /// An answer that is one call of these tools, or one or more. An error is one line.
 pub(super) fn shape(
@@ -35,12 +38,16 @@ pub(super) fn shape(
                 for (number, (name, schema, is_required)) in parameters(tool).into_iter().enumerate() {
                     let optional = if is_required { "" } else { "?" };
                     let _ = write!(arguments, " arg_{at}_{number}{optional}");
-                    let typed = if schema["type"] == "string" && schema.get("enum").is_none() {
-                        "TEXT".to_owned()
-                    } else if let Some(texts) = texts(schema) {
-                        format!("({})", texts.iter().map(|text| quote(text)).collect::<Vec<_>>().join(" | "))
-                    } else {
-                        format!("%json {schema}")
+                    // The reader takes it the same way, or quotes would be read as a part of the text.
+                    let typed = match (is_bare_text(schema), texts(schema)) {
+                        (true, None) => "TEXT".to_owned(),
+                        (true, Some(texts)) => {
+                            format!(
+                                "({})",
+                                texts.iter().map(|text| quote(text)).collect::<Vec<_>>().join(" | ")
+                            )
+                        }
+                        (false, _) => format!("%json {}", with_definitions(schema, tool)),
                     };
                     let _ = writeln!(
                         grammar,
@@ -51,6 +58,11 @@ pub(super) fn shape(
                         token(value)?,
                         token(value_end)?
                     );
+                    if grammar.len() > LONGEST {
+                        return Err(
+                            "the definitions of the tools' schemas are too large to be held to".to_owned()
+                        );
+                    }
                 }
                 let _ = writeln!(grammar, "call_{at}: {}{arguments}", quote(name_of(tool)));
             }
@@ -92,10 +104,27 @@ fn parameters(tool: &Value) -> Vec<(&str, &Value, bool)> {
         .collect()
 }
 
-/// The values of an enumeration of strings.
+/// The strings that a schema lists.
 fn texts(schema: &Value) -> Option<Vec<&str>> {
-    let values = schema.get("enum")?.as_array()?;
-    values.iter().map(Value::as_str).collect()
+    match schema["const"].as_str() {
+        Some(text) => Some(vec![text]),
+        None => Some(schema["enum"].as_array()?.iter().filter_map(Value::as_str).collect()),
+    }
+}
+
+/// The schema of a parameter with what its references may lead to, which stands beside all parameters.
+fn with_definitions(schema: &Value, tool: &Value) -> Value {
+    if !schema.to_string().contains("\"$ref\"") {
+        return schema.clone();
+    }
+    let mut schema = schema.clone();
+    let Some(own) = schema.as_object_mut() else { return schema };
+    for name in ["$defs", "definitions"] {
+        if let Some(definitions) = tool["function"]["parameters"].get(name) {
+            own.entry(name).or_insert_with(|| definitions.clone());
+        }
+    }
+    schema
 }
 
 fn quote(text: &str) -> String {

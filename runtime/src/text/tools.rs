@@ -5,14 +5,16 @@
 mod arguments;
 mod scan;
 
+pub use arguments::is_bare_text;
+
 use arguments::Kind;
 use scan::Scan;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A name longer than this is none.
-const LONGEST_NAME: usize = 128;
+/// A name longer than this, in bytes, is none.
+pub const LONGEST_NAME: usize = 128;
 
 /// How a model writes its calls, told by what its chat template teaches.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -361,7 +363,7 @@ impl ToolCalls {
                     return self.give_name_up(TAG_CALL, found);
                 };
                 let name = name.trim();
-                if !is_name(name) {
+                if !is_tool_name(name) {
                     let marker = [TAG_KEY, TAG_CALL_END][which];
                     self.text(&format!("{TAG_CALL}{name}{marker}"), found);
                     self.state = State::Text;
@@ -548,8 +550,9 @@ fn section_ends(markers: &SectionMarkers) -> &'static [&'static str] {
     if *markers == PIPES { &[PIPES.call_end] } else { &[BARS.call_end] }
 }
 
-fn is_name(name: &str) -> bool {
-    !name.is_empty() && name.len() <= LONGEST_NAME && !name.contains(['<', '\n'])
+/// Whether calls of a tool of this name can be told from text.
+pub fn is_tool_name(name: &str) -> bool {
+    !name.is_empty() && name.len() <= LONGEST_NAME && name.trim() == name && !name.contains(['<', '"', '\n'])
 }
 
 #[cfg(test)]

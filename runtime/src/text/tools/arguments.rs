@@ -71,6 +71,11 @@ fn type_of(value: &Value) -> u8 {
     })
 }
 
+/// Whether a value of this schema is written as its bare text, and read as a string whatever it looks like.
+pub fn is_bare_text(schema: &Value) -> bool {
+    Kind::of_schema(schema) == Kind::Text
+}
+
 /// A text between the quotes of a JSON string.
 pub(super) fn escape(text: &str) -> String {
     let quoted = serde_json::to_string(text).expect("every text is a JSON string");
