@@ -105,11 +105,12 @@ fn logits_are_those_of_the_multiplied_weights() {
         for (ranks, experts) in [(1, "tensor"), (1, "expert"), (3, "tensor"), (3, "expert"), (8, "expert")] {
             let dir = temp.path().join(format!("scaled-{fused}-{ranks}-{experts}"));
             convert(&gguf, &dir, ranks, &["--experts", experts, "--layout", "mma16"]);
-            for arithmetic in [Arithmetic::Reference, Arithmetic::Fast] {
+            // The fast path rounds activations to 8 bits where weights are in blocks, as here and not in the multiplied model.
+            for (arithmetic, bound) in [(Arithmetic::Reference, 1e-4), (Arithmetic::Fast, 0.05)] {
                 let difference = max_abs_difference(&logits(&dir, arithmetic, cpu()), &expected);
                 let what = format!("{arithmetic:?}, {ranks} ranks, experts by {experts}, fused {fused}");
                 eprintln!("{what}: max difference {difference:.1e} of {largest:.1}");
-                assert!(difference <= 1e-4 * largest, "{what}: {difference} of {largest}");
+                assert!(difference <= bound * largest, "{what}: {difference} of {largest}");
             }
             if let Some(device) = gpu("NVFP4 with scales") {
                 let difference = max_abs_difference(&logits(&dir, Arithmetic::Fast, device), &expected);
