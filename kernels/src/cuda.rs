@@ -509,13 +509,12 @@ impl Cuda {
         out: &[&Buffer],
         norm: Option<(&Weight, f32)>,
     ) -> bool {
+        if rows != 1 || norm.is_some() || self.waits_for(x).is_none() {
+            self.settle(&[x]);
+        }
         if let (1, Some(decode)) = (rows, self.few(rows)) {
-            let vector = match self.waits_for(x).filter(|_| norm.is_none()) {
-                Some(waiting) => Vector::Waiting(waiting),
-                None => Vector::Plain(x, norm),
-            };
-            let settled = matches!(vector, Vector::Waiting(_)) || self.waiting.is_none_or(|norm| norm.used);
-            if settled && decode.one.products(&self.stream, w, vector, out) {
+            let vector = self.waits_for(x).map_or(Vector::Plain(x, norm), Vector::Waiting);
+            if decode.one.products(&self.stream, w, vector, out) {
                 if let Some(waiting) = self.waiting.as_mut().filter(|norm| norm.out == x.address()) {
                     waiting.used = true;
                 }
