@@ -54,11 +54,14 @@ struct Tokens {
     __device__ __forceinline__ int in_row(int i) const { return out_row(i) / divisor; }
 };
 
+// The tiles `begin` to `end` of the columns.
 __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *scales, float *out, int rows, int columns,
-                                        int stride, Tokens tokens) {
+                                        int stride, Tokens tokens, int begin, int end) {
     extern __shared__ __align__(128) u8 shared[];
     int first_row = blockIdx.x * TN, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    int warp_token = warp / 4 * 64, warp_row = warp % 4 * 32;
+    int warp_row = warp % 4 * 32;
+    // A warp's m-th 16 tokens. Both halves of the warps have as many of a tile that is not full, and leave out what it has not.
+    auto sixteen = [&](int m) { return m * 32 + warp / 4 * 16; };
 
     // A thread copies the same piece of four tokens, and decodes the same eight columns of four rows, of every tile.
     int piece = thread % 8;
@@ -75,6 +78,7 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
         u8 *w_tile = shared + stage * 2 * TILE_BYTES + TILE_BYTES;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+            if (i * 32 >= tokens.count) break;
             u32 to = x_tile + piece_at(i * 32 + thread / 8, piece);
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(x + (x_from[i] + tile * TK)));
         }
@@ -96,26 +100,26 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
     };
 
     float sums[4][4][4] = {};
-    int tiles = (columns + TK - 1) / TK;
-    if (tiles > 0) fetch(0, 0);
-    for (int tile = 0; tile < tiles; tile++) {
+    if (begin < end) fetch(begin, begin % STAGES);
+    for (int tile = begin; tile < end; tile++) {
         asm volatile("cp.async.wait_group 0;");
         __syncthreads();
-        if (tile + 1 < tiles) fetch(tile + 1, (tile + 1) % STAGES);
+        if (tile + 1 < end) fetch(tile + 1, (tile + 1) % STAGES);
         u32 x_tile = shared_address(shared) + tile % STAGES * 2 * TILE_BYTES, w_tile = x_tile + TILE_BYTES;
 #pragma unroll
         for (int k = 0; k < TK / 16; k++) {
-            u32 a[4][4], b[2][4];
-#pragma unroll
-            for (int m = 0; m < 4; m++)
-                load_matrices(a[m], x_tile + piece_at(warp_token + m * 16 + lane % 16, k * 2 + lane / 16));
+            u32 b[2][4];
 #pragma unroll
             for (int n = 0; n < 2; n++)
                 load_matrices(b[n], w_tile + piece_at(warp_row + n * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
 #pragma unroll
-            for (int m = 0; m < 4; m++)
+            for (int m = 0; m < 4; m++) {
+                if (sixteen(m) >= tokens.count) break;
+                u32 a[4];
+                load_matrices(a, x_tile + piece_at(sixteen(m) + lane % 16, k * 2 + lane / 16));
 #pragma unroll
-                for (int n = 0; n < 4; n++) mma(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                for (int n = 0; n < 4; n++) mma(sums[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            }
         }
     }
 
@@ -125,7 +129,7 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
     for (int m = 0; m < 4; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int t = warp_token + m * 16 + half * 8 + lane / 4;
+            int t = sixteen(m) + half * 8 + lane / 4;
             if (t >= tokens.count) continue;
             float scale = scales[tokens.in_row(t)];
             float *to = out + (u64)tokens.out_row(t) * rows;
@@ -139,13 +143,14 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
     }
 }
 
-// out [tokens, rows] = w [rows, columns] x [tokens, stride]; grid (rows / TN, tokens / TM). Launched early, it runs beside the product before it, whose
-// input is its own.
+// out [parts, tokens, rows] = w [rows, columns] x [tokens, stride], in parts of `part` tiles of columns that are to be added up; grid (rows / TN,
+// tokens / TM, parts). Launched early, it runs beside the product before it, whose input is its own.
 KERNEL_2(THREADS)
-gemm(const u8 *w, const u16 *x, const float *scales, float *out, int rows, int columns, int stride, int tokens) {
+gemm(const u8 *w, const u16 *x, const float *scales, float *out, int rows, int columns, int stride, int tokens, int part) {
     start_next();
-    int first = blockIdx.y * TM;
-    product(w, x, scales, out, rows, columns, stride, Tokens{nullptr, first, min(TM, tokens - first), 1});
+    int first = blockIdx.y * TM, begin = blockIdx.z * part;
+    product(w, x, scales, out + (u64)blockIdx.z * tokens * rows, rows, columns, stride, Tokens{nullptr, first, min(TM, tokens - first), 1},
+            begin, min((columns + TK - 1) / TK, begin + part));
 }
 
 // out [visits, rows]: every visit's product with its expert. `tiles` [count]: expert, first visit in `order`, visits of a block
@@ -157,5 +162,5 @@ gemm_experts(const u8 *w, const u16 *x, const float *scales, float *out, int row
     if (blockIdx.y >= *tile_count) return wait_for_previous();
     const int *tile = tiles + blockIdx.y * 3;
     product(w + (u64)tile[0] * rows * row_bytes<W>(columns), x, scales, out, rows, columns, stride,
-            Tokens{order, tile[1], tile[2], divisor});
+            Tokens{order, tile[1], tile[2], divisor}, 0, (columns + TK - 1) / TK);
 }

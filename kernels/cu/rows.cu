@@ -85,60 +85,135 @@ group_visits(const float *choice, int *order, int *tiles, int *tile_count, int t
     }
 }
 
-// out [tokens, width]: the weighted sums of the local visits' rows of y [T * per_token, width]; grid (width / THREADS, tokens)
+// out [tokens, width]: the weighted sums of the local visits' rows of y [T * per_token, width]; grid (width / 4 / THREADS, tokens)
 KERNEL(THREADS)
 sum_visits(const float *y, const float *choice, float *out, int width, int per_token, int first_expert, int experts) {
-    int i = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y;
-    if (i >= width) return;
+    int i = (blockIdx.x * THREADS + threadIdx.x) * 4, t = blockIdx.y, count = min(4, width - i);
+    if (count <= 0) return;
+    bool whole = width % 4 == 0;
     const float *ids = choice + (u64)t * 2 * per_token;
-    float sum = 0.0f;
+    float sum[4] = {};
+    // Several rows on their way at the same time.
+#pragma unroll 8
     for (int k = 0; k < per_token; k++) {
         int e = (int)ids[k] - first_expert;
-        if (e >= 0 && e < experts) sum = fmaf(ids[per_token + k], y[((u64)t * per_token + k) * width + i], sum);
+        if (e < 0 || e >= experts) continue;
+        const float *row = y + ((u64)t * per_token + k) * width + i;
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (whole) {
+            v = *(const float4 *)row;
+        } else {
+            v.x = row[0];
+            if (count > 1) v.y = row[1];
+            if (count > 2) v.z = row[2];
+            if (count > 3) v.w = row[3];
+        }
+        float weight = ids[per_token + k];
+        sum[0] = fmaf(weight, v.x, sum[0]), sum[1] = fmaf(weight, v.y, sum[1]);
+        sum[2] = fmaf(weight, v.z, sum[2]), sum[3] = fmaf(weight, v.w, sum[3]);
     }
-    out[(u64)t * width + i] = sum;
+    float *to = out + (u64)t * width + i;
+    if (whole) {
+        *(float4 *)to = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    } else {
+        for (int j = 0; j < count; j++) to[j] = sum[j];
+    }
 }
 
-// out [tokens, rows] = w [rows, columns] x [tokens, columns], all f32 and columns a multiple of 4: the router, whose choice must not
-// depend on rounding. A thread has 4 tokens x 4 rows; grid (rows / 64, tokens / 64)
-#define SIDE 64
-#define STEP 32
+// ---- products of f32, for the router, whose choice must not depend on rounding ----
+//
+// Tensor cores take 11 bits of a factor: a number is a large part of 11 bits and a small one of the next 11, and three of the four products of parts
+// count. They are added up in f32 after every 32 columns, because what tensor cores add is not rounded but cut.
+#define F_TOKENS 64
+#define F_ROWS 128
+#define F_STEP 32
+#define F_PITCH (F_STEP + 4)
+#define F_STAGE ((F_TOKENS + F_ROWS) * F_PITCH)
+#define F_STAGES 2
+
+struct Parts {
+    u32 large, small;
+};
+__device__ __forceinline__ Parts parts_of(float f) {
+    u32 large = (__float_as_uint(f) + 0x1000) & 0xffffe000u;
+    return Parts{large, __float_as_uint(f - __uint_as_float(large))};
+}
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// out [tokens, rows] = w [rows, columns] x [tokens, columns]; columns is a multiple of 4. A warp has 32 tokens x 32 rows; grid (rows / F_ROWS,
+// tokens / F_TOKENS), F_STAGES * F_STAGE floats of shared memory
 KERNEL(THREADS) f32_product(const float *w, const float *x, float *out, int rows, int columns, int tokens) {
-    __shared__ __align__(16) float xs[STEP][SIDE + 4], ws[STEP][SIDE + 4];
-    int first_row = blockIdx.x * SIDE, first_token = blockIdx.y * SIDE;
-    int line = threadIdx.x / 4, part = threadIdx.x % 4 * 8;
-    int token = threadIdx.x / 16 * 4, row = threadIdx.x % 16 * 4;
-    const float *from_x = x + (u64)min(first_token + line, tokens - 1) * columns;
-    const float *from_w = w + (u64)min(first_row + line, rows - 1) * columns;
-    float sums[4][4] = {};
-    for (int k = 0; k < columns; k += STEP) {
-        __syncthreads();
+    extern __shared__ __align__(16) float stages[];
+    int first_row = blockIdx.x * F_ROWS, first_token = blockIdx.y * F_TOKENS, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int g = lane / 4, t = lane % 4, warp_token = warp / 4 * 32, warp_row = warp % 4 * 32;
+    // A thread copies the same four columns of every 32nd line: two of x, four of w.
+    int line = threadIdx.x / 8, part = threadIdx.x % 8 * 4;
+    auto fetch = [&](int step) {
+        int column = step * F_STEP + part, bytes = column < columns ? 16 : 0;
+        float *to = stages + step % F_STAGES * F_STAGE + line * F_PITCH + part;
 #pragma unroll
-        for (int half = 0; half < 8; half += 4) {
-            int column = k + part + half;
-            float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            float4 a = column < columns ? *(const float4 *)(from_x + column) : zero;
-            float4 b = column < columns ? *(const float4 *)(from_w + column) : zero;
-            xs[part + half][line] = a.x, xs[part + half + 1][line] = a.y;
-            xs[part + half + 2][line] = a.z, xs[part + half + 3][line] = a.w;
-            ws[part + half][line] = b.x, ws[part + half + 1][line] = b.y;
-            ws[part + half + 2][line] = b.z, ws[part + half + 3][line] = b.w;
+        for (int i = 0; i < (F_TOKENS + F_ROWS) / 32; i++) {
+            const float *from = i < F_TOKENS / 32 ? x + (u64)min(first_token + line + i * 32, tokens - 1) * columns
+                                                  : w + (u64)min(first_row + line + (i - F_TOKENS / 32) * 32, rows - 1) * columns;
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to + i * 32 * F_PITCH)),
+                         "l"(from + (bytes ? column : 0)), "r"(bytes));
         }
+        asm volatile("cp.async.commit_group;");
+    };
+    float sums[2][4][4] = {};
+    int steps = (columns + F_STEP - 1) / F_STEP;
+    if (steps > 0) fetch(0);
+    for (int step = 0; step < steps; step++) {
+        asm volatile("cp.async.wait_group 0;");
         __syncthreads();
-#pragma unroll 8
-        for (int i = 0; i < STEP; i++) {
-            float4 a = *(const float4 *)&xs[i][token], b = *(const float4 *)&ws[i][row];
-            float t[4] = {a.x, a.y, a.z, a.w}, r[4] = {b.x, b.y, b.z, b.w};
+        if (step + 1 < steps) fetch(step + 1);
+        const float *xs = stages + step % F_STAGES * F_STAGE + (warp_token + g) * F_PITCH + t;
+        const float *ws = stages + step % F_STAGES * F_STAGE + (F_TOKENS + warp_row + g) * F_PITCH + t;
+        float c[2][4][4] = {};
 #pragma unroll
-            for (int m = 0; m < 4; m++)
+        for (int k = 0; k < F_STEP; k += 8) {
+            u32 a[2][2][4], b[4][2][2];
 #pragma unroll
-                for (int n = 0; n < 4; n++) sums[m][n] = fmaf(t[m], r[n], sums[m][n]);
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    Parts p = parts_of(xs[(m * 16 + i % 2 * 8) * F_PITCH + k + i / 2 * 4]);
+                    a[m][0][i] = p.large, a[m][1][i] = p.small;
+                }
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    Parts p = parts_of(ws[n * 8 * F_PITCH + k + i * 4]);
+                    b[n][0][i] = p.large, b[n][1][i] = p.small;
+                }
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    mma_tf32(c[m][n], a[m][1], b[n][0]);
+                    mma_tf32(c[m][n], a[m][0], b[n][1]);
+                    mma_tf32(c[m][n], a[m][0], b[n][0]);
+                }
         }
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[m][n][i] += c[m][n][i];
     }
 #pragma unroll
-    for (int m = 0; m < 4; m++)
+    for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int n = 0; n < 4; n++)
-            if (first_token + token + m < tokens && first_row + row + n < rows)
-                out[(u64)(first_token + token + m) * rows + first_row + row + n] = sums[m][n];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int token = first_token + warp_token + m * 16 + g + i / 2 * 8, row = first_row + warp_row + n * 8 + t * 2 + i % 2;
+                if (token < tokens && row < rows) out[(u64)token * rows + row] = sums[m][n][i];
+            }
 }

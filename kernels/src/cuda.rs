@@ -90,6 +90,8 @@ struct Scratch {
     visits: [Buffer; 2],
     /// A product's input, for many tokens.
     halves: Halves,
+    /// `[parts, T, rows]`: products whose columns were taken in parts.
+    parts: Buffer,
     groups: Groups,
     /// `[T, hidden]`: changes places with the residual stream at every sum.
     residual: Buffer,
@@ -147,6 +149,20 @@ impl Buffer {
     fn holds(&self, len: usize) {
         assert!(len <= self.len, "{len} values of {}", self.len);
     }
+
+    fn slice(&self, start: usize, len: usize) -> Slice {
+        self.holds(start + len);
+        Slice { address: self.address() + start as u64 * 4, len }
+    }
+}
+
+/// Values of a buffer.
+#[derive(Clone, Copy, Debug)]
+struct Slice {
+    /// Of the first.
+    address: u64,
+    /// How many there are.
+    len: usize,
 }
 
 impl Cache {
@@ -189,6 +205,7 @@ impl Cuda {
                 latents: buffer()?,
                 visits: [buffer()?, buffer()?],
                 halves: Halves { values: buffer()?, scales: buffer()? },
+                parts: buffer()?,
                 groups: Groups { order: buffer()?, tiles: buffer()?, sums: buffer()? },
                 residual: buffer()?,
                 pieces: Pieces {
@@ -289,7 +306,7 @@ impl Cuda {
     /// Sums `count` parts, `stride` values apart, of `len` values each, in their order.
     pub fn sum_parts(&mut self, parts: &Buffer, count: usize, stride: usize, len: usize, out: &mut Buffer) {
         self.settle(&[parts, out]);
-        self.ops.sum_parts(&self.stream, parts, count, stride, len, out);
+        self.ops.sum_parts(&self.stream, parts.slice(0, count * stride), count, stride, len, out);
     }
 
     /// Compiles what the products of a type need.
@@ -327,17 +344,35 @@ impl Cuda {
     /// Products of many tokens with weights that all have kernels for that.
     fn products(&mut self, w: &[&Weight], x: &Buffer, rows: usize, out: &mut [&mut Buffer]) {
         let width = w[0].cols;
-        if !self.grow_halves(rows, width) {
+        if self.grow_halves(rows, width) {
+            self.rows.to_half(&self.stream, x, rows, width, &self.scratch.halves);
+            self.products_of_halves(w, rows, out);
+        }
+    }
+
+    /// The same of what is in `halves` already. Where a product alone would leave multiprocessors idle, its columns are taken in parts
+    /// that are added up.
+    fn products_of_halves(&mut self, w: &[&Weight], rows: usize, out: &mut [&mut Buffer]) {
+        let stream = Arc::clone(&self.stream);
+        let parts: Vec<usize> = w.iter().map(|w| Gemm::parts(&stream, w, rows)).collect();
+        let len = |i: usize| if parts[i] > 1 { parts[i] * rows * w[i].rows } else { 0 };
+        if !self.grow(|scratch| &mut scratch.parts, (0..w.len()).map(len).sum()) {
             return;
         }
-        self.rows.to_half(&self.stream, x, rows, width, &self.scratch.halves);
-        let mut place = Place::First;
-        for (w, out) in w.iter().zip(out) {
-            assert_eq!(w.cols, width, "products of one input");
+        let (mut place, mut start) = (Place::First, 0);
+        for (i, w) in w.iter().enumerate() {
+            let to = if parts[i] > 1 { self.scratch.parts.slice(start, len(i)) } else { out[i].slice(0, rows * w.rows) };
             if let Some(gemm) = self.gemm(w, rows) {
-                gemm.product(&self.stream, w, &self.scratch.halves, rows, out, place);
+                gemm.product(&stream, w, &self.scratch.halves, rows, parts[i], to, place);
                 place = Place::Next;
             }
+            start += len(i);
+        }
+        start = 0;
+        for (i, w) in w.iter().enumerate().filter(|(i, _)| parts[*i] > 1) {
+            let (from, values) = (self.scratch.parts.slice(start, len(i)), rows * w.rows);
+            self.ops.sum_parts(&stream, from, parts[i], values, values, out[i]);
+            start += len(i);
         }
     }
 

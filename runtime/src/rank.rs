@@ -124,7 +124,7 @@ impl RankGroup {
                     });
                 }
                 let digests = if options.verify { Digests::Check } else { Digests::Skip };
-                let (mode, threads) = (options.device.load_mode, threads.clamp(2, 8));
+                let (mode, threads) = (options.device.load_mode, threads.max(2));
                 let plan = LoadPlan { mode, digests, threads, stop: Arc::clone(&stop) };
                 let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
                 match options.device.communicator {

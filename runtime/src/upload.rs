@@ -1,6 +1,6 @@
 //! A rank file's way into a GPU's memory.
 //!
-//! Several threads claim chunks of the file. Each has two pieces of page-locked memory: while one is on its way to the device,
+//! Several threads claim chunks of the file. Each has a piece or two of page-locked memory: while one is on its way to the device,
 //! the other is filled. The arena on the device is laid out exactly like the file's data section, so tensors are views of it.
 //! Digests are checked, where that is asked for, while a chunk is in the processor's cache.
 
@@ -19,10 +19,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Threads of a rank: with two chunks in flight for each, 256 MiB of page-locked memory at most.
-const MOST_THREADS: usize = 8;
-/// A chunk where no digest is checked: page-locked memory takes time to make, about a second for each 2 GB.
+/// Threads of a rank. One H200's bus is full with twelve of them.
+pub const MOST_THREADS: usize = 16;
+/// A chunk where no digest is checked.
 const UNCHECKED_BYTES: u64 = 4 << 20;
+/// Page-locked memory of a rank.
+const STAGING_BYTES: u64 = 256 << 20;
 /// What a direct read's place and length must be multiples of.
 const SECTOR: u64 = 4096;
 
@@ -77,6 +79,7 @@ pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Resul
         Digests::Skip => UNCHECKED_BYTES,
     };
     let chunks = usize::try_from(manifest.bytes.div_ceil(chunk_bytes)).unwrap_or(usize::MAX);
+    let threads = plan.threads.clamp(1, MOST_THREADS).min(chunks);
     let job = Job {
         shard,
         device,
@@ -84,12 +87,13 @@ pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Resul
         source: &source,
         plan,
         chunk_bytes,
+        threads,
         next: AtomicUsize::new(0),
         failed: AtomicBool::new(false),
         fault: Mutex::new(None),
     };
     std::thread::scope(|scope| {
-        for _ in 0..plan.threads.clamp(1, MOST_THREADS).min(chunks) {
+        for _ in 0..threads {
             scope.spawn(|| job.work(chunks));
         }
     });
@@ -106,6 +110,7 @@ struct Job<'a> {
     source: &'a Source,
     plan: &'a LoadPlan,
     chunk_bytes: u64,
+    threads: usize,
     next: AtomicUsize,
     failed: AtomicBool,
     /// Of the first chunk that failed, so that two runs say the same.
@@ -131,9 +136,11 @@ impl Job<'_> {
         let stream = Stream::new(self.device).map_err(refused)?;
         let most = self.shard.manifest().bytes.next_multiple_of(SECTOR);
         let size = usize::try_from(self.chunk_bytes.min(most)).expect("a chunk fits memory");
-        let staging = || Staging::new(self.device, size).map_err(refused);
-        let mut pieces = [staging()?, staging()?];
-        for turn in (0..2).cycle() {
+        // One that is hashed is filled for longer than it travels.
+        let count = (STAGING_BYTES / self.threads as u64 / size as u64).clamp(1, 2) as usize;
+        let staging = |_| Staging::new(self.device, size).map_err(refused);
+        let mut pieces = (0..count).map(staging).collect::<Result<Vec<_>, _>>()?;
+        for turn in (0..count).cycle() {
             let chunk = self.next.fetch_add(1, Ordering::Relaxed);
             if self.plan.stop.load(Ordering::Relaxed) {
                 return Err(Error::Stopped("another rank could not be loaded".to_owned()));

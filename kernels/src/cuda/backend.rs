@@ -4,7 +4,6 @@ use super::attention::{self, Attention};
 use super::decode::Moe;
 use super::driver::Memory;
 use super::kernels::{Queries, Store};
-use super::prefill::Place;
 use super::weight::{Storage, bf16, storage};
 use super::{Buffer, Cache, Cuda, MOST_ROWS, Pieces, Recording, Scratch, Tiling, Weight};
 use crate::backend::moe_in_parts;
@@ -226,11 +225,8 @@ impl Backend for Cuda {
         }
         self.settle(&[gate, up, out]);
         if self.grow_halves(rows, mlp.width) {
-            let halves = &self.scratch.halves;
-            self.rows.swiglu_to_half(&self.stream, [gate, up], rows, mlp.width, halves);
-            if let Some(gemm) = self.gemm(&mlp.down_proj, rows) {
-                gemm.product(&self.stream, &mlp.down_proj, halves, rows, out, Place::First);
-            }
+            self.rows.swiglu_to_half(&self.stream, [gate, up], rows, mlp.width, &self.scratch.halves);
+            self.products_of_halves(&[&mlp.down_proj], rows, &mut [out]);
         }
     }
 

@@ -176,6 +176,8 @@ impl Unit {
             "mla_store" | "attend" | "route" => SHARED_BYTES - 1024,
             // Two stages of two tiles of 128 x 64 f16.
             "gemm" | "gemm_experts" => 64 << 10,
+            // Two stages of 64 + 128 lines of 36 f32.
+            "f32_product" => 2 * (64 + 128) * 36 * 4,
             _ => 0,
         }
     }

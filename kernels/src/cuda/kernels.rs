@@ -6,7 +6,7 @@
 
 use super::compile::{Form, Unit, architecture};
 use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
-use super::{Buffer, Cache, CudaError, StepMemory, Weight};
+use super::{Buffer, Cache, CudaError, Slice, StepMemory, Weight};
 use crate::shape::{MlaShape, MoeShape};
 use formats::config::{GroupScore, RopePairing, ScoringFunc};
 use std::ptr::from_mut;
@@ -394,19 +394,18 @@ impl Ops {
     pub(super) fn sum_parts(
         &self,
         stream: &Stream,
-        parts: &Buffer,
+        parts: Slice,
         count: usize,
         stride: usize,
         len: usize,
         out: &Buffer,
     ) {
-        parts.holds(count * stride);
+        assert!(parts.len >= count * stride && len <= stride, "{count} parts of {len}");
         out.holds(len);
-        assert!(len <= stride, "parts overlap");
         // SAFETY: `count` parts of `len` values, checked above.
         unsafe {
             launch!(stream, self.sum_parts, [elementwise(len), 1, 1], THREADS, 0;
-                parts.address(), out.address(), int(count), stride as u64, len as u64);
+                parts.address, out.address(), int(count), stride as u64, len as u64);
         }
     }
 

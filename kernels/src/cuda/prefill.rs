@@ -7,7 +7,7 @@
 use super::compile::{Form, Unit, architecture};
 use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
 use super::kernels::{early, grid, int, launch};
-use super::{Buffer, CudaError, Weight};
+use super::{Buffer, CudaError, Slice, Weight};
 use crate::shape::MoeShape;
 use formats::Dtype;
 use std::ptr::from_mut;
@@ -19,6 +19,8 @@ pub(super) const MANY: usize = 17;
 const TILE: usize = 128;
 const COLUMNS: usize = 64;
 const THREADS: usize = 256;
+/// Blocks that a multiprocessor works on at the same time.
+const RESIDENT: usize = 2;
 
 /// Activations as f16, `stride` apart, with a factor for each row.
 #[derive(Debug)]
@@ -90,26 +92,39 @@ impl Gemm {
         Ok(Self { gemm: kernel("gemm")?, gemm_experts: kernel("gemm_experts")? })
     }
 
-    /// `out` `[tokens, w.rows]` = `w` `x`; beside the product before it, where that has the same `x`.
+    /// In how many parts a product's columns are best taken, so that every multiprocessor has some of them.
+    pub(super) fn parts(stream: &Stream, w: &Weight, tokens: usize) -> usize {
+        /// Fewer tiles than this are not worth a part.
+        const LEAST: usize = 8;
+        let blocks = (w.rows.div_ceil(TILE) * tokens.div_ceil(TILE)).max(1);
+        let room = (RESIDENT * stream.device().multiprocessors() / blocks).min(w.cols.div_ceil(COLUMNS) / LEAST);
+        let tiles = w.cols.div_ceil(COLUMNS);
+        tiles.div_ceil(tiles.div_ceil(room.max(1)).max(1)).max(1)
+    }
+
+    /// `out` `[parts, tokens, w.rows]`: what is to be added up to `w` `x`; beside the product before it, where that has the same `x`.
+    #[expect(clippy::too_many_arguments, reason = "a product and where it stands")]
     pub(super) fn product(
         &self,
         stream: &Stream,
         w: &Weight,
         x: &Halves,
         tokens: usize,
-        out: &Buffer,
+        parts: usize,
+        out: Slice,
         place: Place,
     ) {
         let stride = stride(w.cols);
         x.values.holds(tokens * stride / 2);
         x.scales.holds(tokens);
-        out.holds(tokens * w.rows);
+        assert!(out.len >= parts * tokens * w.rows, "room for {parts} parts of a product");
+        let tiles = w.cols.div_ceil(COLUMNS).div_ceil(parts);
         let shared = Unit::dynamic_shared_bytes("gemm");
         // SAFETY: rows below `w.rows`, columns below the stride, tokens below `tokens`: checked above.
         unsafe {
-            launch!(stream, self.gemm, [w.rows.div_ceil(TILE), tokens.div_ceil(TILE), 1], THREADS, shared, w.cost(w.rows), place.start(stream);
-                w.address, x.values.address(), x.scales.address(), out.address(), int(w.rows), int(w.cols),
-                int(stride), int(tokens));
+            launch!(stream, self.gemm, [w.rows.div_ceil(TILE), tokens.div_ceil(TILE), parts], THREADS, shared, w.cost(w.rows), place.start(stream);
+                w.address, x.values.address(), x.scales.address(), out.address, int(w.rows), int(w.cols),
+                int(stride), int(tokens), int(tiles));
         }
     }
 
@@ -178,17 +193,18 @@ impl RowKernels {
         tokens: usize,
         out: &Buffer,
     ) -> bool {
-        /// As in rows.cu.
-        const SIDE: usize = 64;
+        /// As in rows.cu: rows and tokens of a block.
+        const BLOCK: (usize, usize) = (128, 64);
         let aligned = w.cols.is_multiple_of(4) && w.address.is_multiple_of(16);
         if w.form.dtype != Dtype::F32 || tokens < MANY || !aligned || w.rows == 0 {
             return false;
         }
         x.holds(tokens * w.cols);
         out.holds(tokens * w.rows);
+        let shared = Unit::dynamic_shared_bytes("f32_product");
         // SAFETY: rows below `w.rows`, columns below `w.cols`, tokens below `tokens`: checked above.
         unsafe {
-            launch!(stream, self.f32_product, [w.rows.div_ceil(SIDE), tokens.div_ceil(SIDE), 1], THREADS, 0, w.cost(w.rows);
+            launch!(stream, self.f32_product, [w.rows.div_ceil(BLOCK.0), tokens.div_ceil(BLOCK.1), 1], THREADS, shared, w.cost(w.rows);
                 w.address, x.address(), out.address(), int(w.rows), int(w.cols), int(tokens));
         }
         true
@@ -268,7 +284,7 @@ impl RowKernels {
         out.holds(rows * width);
         // SAFETY: `rows` rows of `width`; sizes as checked above.
         unsafe {
-            launch!(stream, self.sum_visits, [width.div_ceil(THREADS), rows, 1], THREADS, 0;
+            launch!(stream, self.sum_visits, [width.div_ceil(4 * THREADS), rows, 1], THREADS, 0;
                 groups.sums.address(), choice.address(), out.address(), int(width), int(k),
                 int(shape.local_experts.start), int(shape.local_experts.len()));
         }
