@@ -63,16 +63,23 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
     // A warp's m-th 16 tokens. Both halves of the warps have as many of a tile that is not full, and leave out what it has not.
     auto sixteen = [&](int m) { return m * 32 + warp / 4 * 16; };
 
-    // A thread copies the same piece of four tokens, and decodes the same eight columns of four rows, of every tile.
+    // A thread copies the same piece of four tokens, and decodes the same eight columns of four rows, of every tile. Where a token's columns begin
+    // is kept in shared memory, as offsets of 32 bits: the activations of a step are shorter than that, and registers are few.
+    __shared__ u32 x_from[TM];
     int piece = thread % 8;
-    // Offsets of 32 bits: a matrix and the activations of a step are shorter than that, and registers are few.
-    u32 x_from[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int t = i * 32 + thread / 8;
-        x_from[i] = (u32)tokens.in_row(min(t, tokens.count - 1)) * stride + piece * 8;
-    }
+    if (thread < TM) x_from[thread] = (u32)tokens.in_row(min(thread, tokens.count - 1)) * stride;
+    __syncthreads();
 
+#ifdef MMA16
+    // A warp has 16 rows. What its lanes decode next is asked for before the columns before are multiplied.
+    Lane<W> weights;
+    const u8 *strip = w + (u64)min(first_row / 16 + warp, rows / 16 - 1) * (columns / 256) * (16 * 256 / W::LEN * W::BYTES);
+    auto ask = [&](int tile) {
+        if constexpr (Lane<W>::KNOWN)
+            if (tile < end) weights.load(strip + (u64)(tile / 4) * (16 * 256 / W::LEN * W::BYTES), tile % 4, lane);
+    };
+    ask(begin);
+#endif
     auto fetch = [&](int tile, int stage) {
         u32 x_tile = shared_address(shared) + stage * 2 * TILE_BYTES;
         u8 *w_tile = shared + stage * 2 * TILE_BYTES + TILE_BYTES;
@@ -80,9 +87,26 @@ __device__ __forceinline__ void product(const u8 *w, const u16 *x, const float *
         for (int i = 0; i < 4; i++) {
             if (i * 32 >= tokens.count) break;
             u32 to = x_tile + piece_at(i * 32 + thread / 8, piece);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(x + (x_from[i] + tile * TK)));
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(x + (x_from[i * 32 + thread / 8] + piece * 8 + tile * TK)));
         }
         asm volatile("cp.async.commit_group;");
+#ifdef MMA16
+        if constexpr (Lane<W>::KNOWN) {
+            int g = lane / 4, t = lane % 4;
+#pragma unroll
+            for (int high = 0; high < 2; high++) {
+#pragma unroll
+                for (int q = 0; q < 4; q++) {
+                    float2 s = weights.scale(q, high, tile % 4);
+                    float v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) v[j] = fmaf(s.x, __uint_as_float(0x4b000000u | weights.n(q, high, j)) - 8388608.0f, -s.y);
+                    *(uint2 *)(w_tile + piece_at(warp * 16 + high * 8 + g, q * 2 + t / 2) + t % 2 * 8) = make_uint2(two_halves(v[0], v[1]), two_halves(v[2], v[3]));
+                }
+            }
+            return ask(tile + 1);
+        }
+#endif
         int column = tile * TK + piece * 8;
         // Not all four at once: registers are few.
 #pragma unroll 2

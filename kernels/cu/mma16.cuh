@@ -119,3 +119,105 @@ __device__ __forceinline__ void decode8(const u8 *matrix, int row, int column, i
     u64 tile = (u64)(row / 16) * (columns / 256) + column / 256;
     tile8<W>(matrix + tile * (16 * 256 / W::LEN * W::BYTES), row % 16, column % 256, out);
 }
+
+// ---- what a lane has of 16 rows and 64 columns: rows g and g + 8, columns 16 q + 4 t + j of the four steps q ----
+//
+// load(tile, i, lane) of the i-th 64 columns; then, of step q and row g or g + 8 ("high"): n(q, high, j) is the quant of the j-th of four columns, and its weight is
+// x n - y, where float2 scale(q, high, i) is x, y. Types without one are decoded eight columns of a row at a time.
+template <typename W> struct Lane {
+    static const bool KNOWN = false;
+    __device__ __forceinline__ void load(const u8 *, int, int) {}
+    __device__ __forceinline__ u32 n(int, int, int) const { return 0; }
+    __device__ __forceinline__ float2 scale(int, int, int) const { return make_float2(0.0f, 0.0f); }
+};
+
+__device__ __forceinline__ u32 lane_word(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ uint4 lane_load(const u8 *p) { return *(const uint4 *)p; }
+
+struct NibbleLane {
+    static const bool KNOWN = true;
+    uint4 low;
+    __device__ __forceinline__ void load_low(const u8 *tile, int i, int lane) { low = lane_load(tile + i * 512 + lane * 16); }
+    __device__ __forceinline__ u32 four(int q, int high, int j) const { return lane_word(low, q) >> (4 * (j / 2 * 2 + high) + 16 * (j % 2)) & 15; }
+};
+struct FiveLane : NibbleLane {
+    u32 top;
+    __device__ __forceinline__ void load_bits(const u8 *tile, int i, int lane) { load_low(tile, i, lane), top = *(const u32 *)(tile + 2048 + lane * 16 + i * 4); }
+    __device__ __forceinline__ u32 five(int q, int high, int j) const {
+        int at = q / 2 * 8 + q % 2 * 2 + high * 4 + j / 2 + 16 * (j % 2);
+        return four(q, high, j) | (top >> at & 1) << 4;
+    }
+};
+// d, dmin, eight scales and eight minima of six bits of two rows.
+struct KSides {
+    uint4 side[2];
+    __device__ __forceinline__ void load_sides(const u8 *sides, int lane) { side[0] = lane_load(sides + lane / 4 * 16), side[1] = lane_load(sides + lane / 4 * 16 + 128); }
+    __device__ __forceinline__ float2 scale_of(int q, int high, int i) const {
+        const uint4 &s = side[high];
+        int bit = (2 * i + q / 2) * 6;
+        u64 scales = (u64)s.z << 32 | s.y, mins = (u64)s.w << 32 | s.z;
+        return make_float2(half_to_float((u16)s.x) * (float)((u32)(scales >> bit) & 63), half_to_float((u16)(s.x >> 16)) * (float)((u32)(mins >> (bit + 16)) & 63));
+    }
+};
+// A scale for every 32 columns.
+struct BlockSides {
+    u32 side[2];
+    __device__ __forceinline__ void load_sides(const u8 *sides, int i, int lane) { side[0] = *(const u32 *)(sides + lane / 4 * 16 + i * 4), side[1] = *(const u32 *)(sides + lane / 4 * 16 + 128 + i * 4); }
+    __device__ __forceinline__ float2 scale_of(int q, int high, float offset) const {
+        float d = half_to_float((u16)(side[high] >> (q / 2 * 16)));
+        return make_float2(d, d * offset);
+    }
+};
+
+template <> struct Lane<Q4_K> : NibbleLane, KSides {
+    __device__ __forceinline__ void load(const u8 *tile, int i, int lane) { load_low(tile, i, lane), load_sides(tile + 2048, lane); }
+    __device__ __forceinline__ u32 n(int q, int high, int j) const { return four(q, high, j); }
+    __device__ __forceinline__ float2 scale(int q, int high, int i) const { return scale_of(q, high, i); }
+};
+template <> struct Lane<Q5_K> : FiveLane, KSides {
+    __device__ __forceinline__ void load(const u8 *tile, int i, int lane) { load_bits(tile, i, lane), load_sides(tile + 2560, lane); }
+    __device__ __forceinline__ u32 n(int q, int high, int j) const { return five(q, high, j); }
+    __device__ __forceinline__ float2 scale(int q, int high, int i) const { return scale_of(q, high, i); }
+};
+template <> struct Lane<Q4_0> : NibbleLane, BlockSides {
+    __device__ __forceinline__ void load(const u8 *tile, int i, int lane) { load_low(tile, i, lane), load_sides(tile + 2048, i, lane); }
+    __device__ __forceinline__ u32 n(int q, int high, int j) const { return four(q, high, j); }
+    __device__ __forceinline__ float2 scale(int q, int high, int) const { return scale_of(q, high, 8.0f); }
+};
+template <> struct Lane<Q5_0> : FiveLane, BlockSides {
+    __device__ __forceinline__ void load(const u8 *tile, int i, int lane) { load_bits(tile, i, lane), load_sides(tile + 2560, i, lane); }
+    __device__ __forceinline__ u32 n(int q, int high, int j) const { return five(q, high, j); }
+    __device__ __forceinline__ float2 scale(int q, int high, int) const { return scale_of(q, high, 16.0f); }
+};
+template <> struct Lane<Q8_0> : BlockSides {
+    static const bool KNOWN = true;
+    uint4 bytes[2];
+    __device__ __forceinline__ void load(const u8 *tile, int i, int lane) {
+        bytes[0] = lane_load(tile + i * 1024 + lane * 16), bytes[1] = lane_load(tile + i * 1024 + 512 + lane * 16);
+        load_sides(tile + 4096, i, lane);
+    }
+    __device__ __forceinline__ u32 n(int q, int high, int j) const { return lane_word(bytes[q / 2], q % 2 * 2 + high) >> (8 * j) & 255; }
+    __device__ __forceinline__ float2 scale(int q, int high, int) const { return scale_of(q, high, 128.0f); }
+};
+template <> struct Lane<Q6_K> : NibbleLane {
+    uint2 top;
+    u32 scales[2];
+    u16 d[2];
+    __device__ __forceinline__ void load(const u8 *tile, int i, int lane) {
+        load_low(tile, i, lane);
+        top = *(const uint2 *)(tile + 2048 + i / 2 * 512 + lane * 16 + i % 2 * 8);
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            int row = lane / 4 + high * 8;
+            scales[high] = *(const u32 *)(tile + 3072 + row * 16 + i * 4), d[high] = *(const u16 *)(tile + 3328 + row * 2);
+        }
+    }
+    __device__ __forceinline__ u32 n(int q, int high, int j) const {
+        int at = q % 2 * 8 + high * 4 + j / 2 * 2 + 16 * (j % 2);
+        return four(q, high, j) | ((q / 2 ? top.y : top.x) >> at & 3) << 4;
+    }
+    __device__ __forceinline__ float2 scale(int q, int high, int) const {
+        float x = half_to_float(d[high]) * (float)(i8)(scales[high] >> (8 * q));
+        return make_float2(x, x * 32.0f);
+    }
+};

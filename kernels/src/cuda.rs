@@ -361,7 +361,11 @@ impl Cuda {
         }
         let (mut place, mut start) = (Place::First, 0);
         for (i, w) in w.iter().enumerate() {
-            let to = if parts[i] > 1 { self.scratch.parts.slice(start, len(i)) } else { out[i].slice(0, rows * w.rows) };
+            let to = if parts[i] > 1 {
+                self.scratch.parts.slice(start, len(i))
+            } else {
+                out[i].slice(0, rows * w.rows)
+            };
             if let Some(gemm) = self.gemm(w, rows) {
                 gemm.product(&stream, w, &self.scratch.halves, rows, parts[i], to, place);
                 place = Place::Next;

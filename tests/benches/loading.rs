@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tests::success;
 
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 3;
 /// Prints the seconds that a loader takes, once the GPU is awake.
 const PEER: &str = include_str!("loading.py");
 
@@ -43,9 +43,12 @@ fn main() {
     if !cold {
         let _ = std::io::copy(&mut std::fs::File::open(shard.path()).unwrap(), &mut std::io::sink()).unwrap();
     }
-    for _ in 0..ROUNDS {
-        let mut note = |what: &str, time: f64| seconds.entry(what.to_owned()).or_default().push(time);
-        round(&shard, &device, cold, &python, &mut note);
+    for round in 1..=ROUNDS {
+        let mut note = |what: &str, time: f64| {
+            eprintln!("round {round} of {ROUNDS}: {what}: {time:.3} s");
+            seconds.entry(what.to_owned()).or_default().push(time);
+        };
+        measure(&shard, &device, cold, &python, &mut note);
     }
     let bus = bus(&device);
     let lines: Vec<(String, f64)> = seconds
@@ -79,11 +82,21 @@ fn main() {
     }
 }
 
-fn round(shard: &RankShard, device: &Arc<Device>, cold: bool, python: &str, note: &mut impl FnMut(&str, f64)) {
+fn measure(
+    shard: &RankShard,
+    device: &Arc<Device>,
+    cold: bool,
+    python: &str,
+    note: &mut impl FnMut(&str, f64),
+) {
     let ready = || {
         if cold {
             let path = format!("of={}", shard.path().display());
-            success(Command::new("dd").arg(path).args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0"]));
+            success(Command::new("dd").arg(path).args([
+                "oflag=nocache",
+                "conv=notrunc,fdatasync",
+                "count=0",
+            ]));
         }
     };
     for (what, mode, digests) in [
@@ -136,7 +149,13 @@ fn bus(device: &Arc<Device>) -> f64 {
 }
 
 fn arguments() -> Arguments {
-    let mut found = Arguments { checkpoint: PathBuf::new(), gpu: 0, cold: false, python: "python3".to_owned(), json: false };
+    let mut found = Arguments {
+        checkpoint: PathBuf::new(),
+        gpu: 0,
+        cold: false,
+        python: "python3".to_owned(),
+        json: false,
+    };
     // Cargo adds --bench.
     let mut given = std::env::args().skip(1).filter(|argument| argument != "--bench");
     while let Some(argument) = given.next() {
@@ -149,6 +168,9 @@ fn arguments() -> Arguments {
             path => found.checkpoint = PathBuf::from(path),
         }
     }
-    assert!(found.checkpoint.is_dir(), "usage: loading CHECKPOINT [--gpu N] [--cold] [--python PYTHON] [--json]");
+    assert!(
+        found.checkpoint.is_dir(),
+        "usage: loading CHECKPOINT [--gpu N] [--cold] [--python PYTHON] [--json]"
+    );
     found
 }

@@ -41,7 +41,12 @@ fn the_fast_path_keeps_to_the_reference() {
         let convert = |ranks: &str, layout: &str| {
             let out = temp.path().join(format!("{ranks}-{layout}"));
             let mut command = Command::new(program("shardmill"));
-            success(command.args(["convert", "--quiet", "--ranks", ranks, "--layout", layout]).arg(&model).arg(&out));
+            success(
+                command
+                    .args(["convert", "--quiet", "--ranks", ranks, "--layout", layout])
+                    .arg(&model)
+                    .arg(&out),
+            );
             out
         };
         let expected = logits(&convert("1", "ggml"), Arithmetic::Reference, &DeviceOptions::default());
@@ -50,8 +55,11 @@ fn the_fast_path_keeps_to_the_reference() {
                 let out = temp.path().join(format!("{ranks}-{layout}"));
                 let out = if out.exists() { out } else { convert(ranks, layout) };
                 let found = logits(&out, Arithmetic::Fast, &device);
-                let rows = |logits: &Logits| logits.values.chunks(logits.vocab_size).map(<[f32]>::to_vec).collect::<Vec<_>>();
-                let divergences: Vec<f64> = rows(&expected).iter().zip(rows(&found)).map(|(p, q)| kl_divergence(p, &q)).collect();
+                let rows = |logits: &Logits| {
+                    logits.values.chunks(logits.vocab_size).map(<[f32]>::to_vec).collect::<Vec<_>>()
+                };
+                let divergences: Vec<f64> =
+                    rows(&expected).iter().zip(rows(&found)).map(|(p, q)| kl_divergence(p, &q)).collect();
                 let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
                 let line = format!("{}, {ranks} ranks, {layout}: mean KL {mean:.2e}", model.display());
                 eprintln!("{line}");

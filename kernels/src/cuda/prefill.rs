@@ -97,7 +97,8 @@ impl Gemm {
         /// Fewer tiles than this are not worth a part.
         const LEAST: usize = 8;
         let blocks = (w.rows.div_ceil(TILE) * tokens.div_ceil(TILE)).max(1);
-        let room = (RESIDENT * stream.device().multiprocessors() / blocks).min(w.cols.div_ceil(COLUMNS) / LEAST);
+        let room =
+            (RESIDENT * stream.device().multiprocessors() / blocks).min(w.cols.div_ceil(COLUMNS) / LEAST);
         let tiles = w.cols.div_ceil(COLUMNS);
         tiles.div_ceil(tiles.div_ceil(room.max(1)).max(1)).max(1)
     }
