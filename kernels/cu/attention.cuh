@@ -6,6 +6,7 @@
 //   ATT_ROPE  query values per head that meet the rotated key, a multiple of 8
 //   ATT_V     output values per head, a multiple of 8, at most 512 (448 where ATT_R is 512: shared memory)
 //   ATT_R     latent values per position, a multiple of 16, at most 512
+// The cache and what is attended with are f16: bf16 was measured to move a router's choice, f16 a tenth as often. kv_b is bf16, as it lies in the file.
 // The number of heads is an argument. Position p of a row lies in cache slot blocks[row_table[t] + p / 64] * 64 + p % 64.
 
 typedef unsigned short u16;
@@ -52,6 +53,26 @@ __device__ __forceinline__ uint2 bf16_split(float first, float second) {
     return make_uint2(hi, lo);
 }
 
+// Two floats as f16, `first` in the low half. What lies beyond its range becomes its largest; what is no number stays none.
+__device__ __forceinline__ float within_half(float f) {
+    asm("max.NaN.f32 %0, %0, 0fC77FE000;\n\tmin.NaN.f32 %0, %0, 0f477FE000;" : "+f"(f));
+    return f;
+}
+__device__ __forceinline__ u32 half_pair(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(within_half(second)), "f"(within_half(first)));
+    return pair;
+}
+// hi + lo carries 22 bits of mantissa: products with it are as good as with f32 against f16 data.
+__device__ __forceinline__ uint2 half_split(float first, float second) {
+    u32 hi = half_pair(first, second);
+    float low, high;
+    asm("{\n\t.reg .f16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.f32.f16 %0, a;\n\tcvt.f32.f16 %1, b;\n\t}" : "=f"(low), "=f"(high) : "r"(hi));
+    return make_uint2(hi, half_pair(first - low, second - high));
+}
+// A pair of bf16 as f16: exact where f16 has room for it.
+__device__ __forceinline__ u32 halves_of_bf16(u32 pair) { return half_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes to shared memory; zeros, without touching `src`, where not `wanted`.
@@ -86,6 +107,13 @@ __device__ __forceinline__ uint2 ldmatrix2_transposed(u32 address) {
 // c += a . b for 16 rows, 8 columns, 16 terms. A thread (g = lane / 4, i = lane % 4) holds rows g and g + 8 of a and c, columns 2i and 2i + 1 of c.
 __device__ __forceinline__ void mma(float (&c)[4], uint4 a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// The same of f16.
+__device__ __forceinline__ void mma_half(float (&c)[4], uint4 a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }

@@ -70,8 +70,8 @@ __device__ __forceinline__ void store_row(const Store& store, int t) {
     if (tid % 32 == 0) squares[tid / 32] = square;
     __syncthreads();
     const float scale = 1.0f / sqrtf(((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)R + store.eps);
-    if (mine) *(uint2*)(slot + tid * 4) = make_uint2(bf16_pair(latent.x * scale * norm.x, latent.y * scale * norm.y), bf16_pair(latent.z * scale * norm.z, latent.w * scale * norm.w));
-    if (tid < ROPE) slot[R + tid] = (u16)bf16_pair(turn(a, b), 0.0f);
+    if (mine) *(uint2*)(slot + tid * 4) = make_uint2(half_pair(latent.x * scale * norm.x, latent.y * scale * norm.y), half_pair(latent.z * scale * norm.z, latent.w * scale * norm.w));
+    if (tid < ROPE) slot[R + tid] = (u16)half_pair(turn(a, b), 0.0f);
     __syncthreads(); // the squares have been read
 }
 
@@ -112,7 +112,7 @@ mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __r
             if (k == tid) predecessor_wait();
             float x = even(load_fresh(head + even.first), load_fresh(head + even.second)), y = odd(load_fresh(head + odd.first), load_fresh(head + odd.second));
             if (d >= ROPE) x = y = 0.0f;
-            absorbed[absorbed_index(t, heads, h, R + d)] = bf16_split(x * factor, y * factor);
+            absorbed[absorbed_index(t, heads, h, R + d)] = half_split(x * factor, y * factor);
         }
         if (tid >= (last - first) * ROPE_PAIRS) predecessor_wait();
         return;
@@ -130,7 +130,7 @@ mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __r
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             int k = round * 128 + tid, t = first + k / ROPE_PAIRS, d = k % ROPE_PAIRS * 2;
-            if (t < last) absorbed[absorbed_index(t, heads, h, R + d)] = bf16_split(x[round].x * factor, x[round].y * factor);
+            if (t < last) absorbed[absorbed_index(t, heads, h, R + d)] = half_split(x[round].x * factor, x[round].y * factor);
         }
         return;
     }
@@ -191,7 +191,7 @@ mla_absorb(const float* __restrict__ q, const u16* __restrict__ kv_b, uint2* __r
             if (t >= real || k_out >= R) continue;
             float a = sum_hi[0][r * 2] + sum_hi[1][r * 2] + sum_lo[0][r * 2] + sum_lo[1][r * 2];
             float b = sum_hi[0][r * 2 + 1] + sum_hi[1][r * 2 + 1] + sum_lo[0][r * 2 + 1] + sum_lo[1][r * 2 + 1];
-            absorbed[absorbed_index(t, heads, h, k_out)] = bf16_split(a * factor, b * factor);
+            absorbed[absorbed_index(t, heads, h, k_out)] = half_split(a * factor, b * factor);
         }
         __syncthreads();
     }
@@ -319,8 +319,8 @@ mla_attend(const uint2* __restrict__ absorbed, const u16* __restrict__ cache, co
         for (int step = 0; step < WARP_STEPS; ++step) {
 #pragma unroll
             for (int half = 0; half < TILE / 16; ++half) {
-                mma(s[half * 2], q[step], k_part[step][half].x, k_part[step][half].y);
-                mma(s[half * 2 + 1], q[step], k_part[step][half].z, k_part[step][half].w);
+                mma_half(s[half * 2], q[step], k_part[step][half].x, k_part[step][half].y);
+                mma_half(s[half * 2 + 1], q[step], k_part[step][half].z, k_part[step][half].w);
             }
         }
 #pragma unroll
@@ -343,7 +343,7 @@ mla_attend(const uint2* __restrict__ absorbed, const u16* __restrict__ cache, co
         m = top;
         l = l * alpha + p;
         float next = __shfl_down_sync(0xffffffffu, p, 1);
-        if (lane % 2 == 0) ((uint2*)p_fragments)[(lane / 16 * 32 + warp * 4 + lane % 8 / 2) * 2 + lane / 8 % 2] = bf16_split(p, next);
+        if (lane % 2 == 0) ((uint2*)p_fragments)[(lane / 16 * 32 + warp * 4 + lane % 8 / 2) * 2 + lane / 8 % 2] = half_split(p, next);
         if (lane == 0) alphas[warp] = alpha;
         __syncthreads();
 
@@ -356,11 +356,11 @@ mla_attend(const uint2* __restrict__ absorbed, const u16* __restrict__ cache, co
 #pragma unroll
             for (int e = 0; e < 8; ++e) o[pair][e / 4][e % 4] *= rescale;
             uint4 b = ldmatrix4_transposed(stage + v_lane + column * 2);
-            mma(o[pair][0], p0, b.x, b.y);
-            mma(o[pair][1], p0, b.z, b.w);
+            mma_half(o[pair][0], p0, b.x, b.y);
+            mma_half(o[pair][1], p0, b.z, b.w);
             b = ldmatrix4_transposed(stage + v_lane + 16 * D_PITCH + column * 2);
-            mma(o[pair][0], p1, b.x, b.y);
-            mma(o[pair][1], p1, b.z, b.w);
+            mma_half(o[pair][0], p1, b.x, b.y);
+            mma_half(o[pair][1], p1, b.z, b.w);
         }
     }
 

@@ -14,7 +14,7 @@ constexpr int EXPAND_SHARED = at_least(EXPAND_STAGES * EXPAND_STAGE, EXPAND_TILE
 constexpr int EXPAND_STEPS = div_up(R, EXPAND_K);
 
 // Keys and values of each head: keys[h, p - start] = kv_b[nope rows of h] . latent[p], values likewise with the v rows.
-//   keys [heads, capacity, NOPE] bf16; values [heads, capacity, V] bf16; table: offset of the sequence's table in `blocks`
+//   keys [heads, capacity, NOPE] f16; values [heads, capacity, V] f16; table: offset of the sequence's table in `blocks`
 //   grid (div_up(heads * (NOPE + V), 128), div_up(length, 128)), 256 threads, EXPAND_SHARED bytes; start is a multiple of 64
 extern "C" __global__ void __launch_bounds__(256, 2)
 mla_expand(const u16* __restrict__ cache, const u32* __restrict__ blocks, const u16* __restrict__ kv_b, u16* __restrict__ keys, u16* __restrict__ values,
@@ -71,13 +71,16 @@ mla_expand(const u16* __restrict__ cache, const u32* __restrict__ blocks, const 
 #pragma unroll
             for (int mt = 0; mt < 4; ++mt) a[mt] = ldmatrix4(a_lane + mt * 16 * EXPAND_PITCH + half * 32);
 #pragma unroll
-            for (int nt = 0; nt < 2; ++nt) b[nt] = ldmatrix4(b_lane + nt * 16 * EXPAND_PITCH + half * 32);
+            for (int nt = 0; nt < 2; ++nt) {
+                b[nt] = ldmatrix4(b_lane + nt * 16 * EXPAND_PITCH + half * 32);
+                b[nt] = make_uint4(halves_of_bf16(b[nt].x), halves_of_bf16(b[nt].y), halves_of_bf16(b[nt].z), halves_of_bf16(b[nt].w));
+            }
 #pragma unroll
             for (int mt = 0; mt < 4; ++mt) {
 #pragma unroll
                 for (int nt = 0; nt < 2; ++nt) {
-                    mma(c[mt][nt * 2], a[mt], b[nt].x, b[nt].y);
-                    mma(c[mt][nt * 2 + 1], a[mt], b[nt].z, b[nt].w);
+                    mma_half(c[mt][nt * 2], a[mt], b[nt].x, b[nt].y);
+                    mma_half(c[mt][nt * 2 + 1], a[mt], b[nt].z, b[nt].w);
                 }
             }
         }
@@ -91,8 +94,8 @@ mla_expand(const u16* __restrict__ cache, const u32* __restrict__ blocks, const 
 #pragma unroll
         for (int nt = 0; nt < 4; ++nt) {
             unsigned char* at = shared + (m_warp + mt * 16 + g) * EXPAND_OUT_PITCH + (n_warp + nt * 8 + i * 2) * 2;
-            *(u32*)at = bf16_pair(c[mt][nt][0], c[mt][nt][1]);
-            *(u32*)(at + 8 * EXPAND_OUT_PITCH) = bf16_pair(c[mt][nt][2], c[mt][nt][3]);
+            *(u32*)at = half_pair(c[mt][nt][0], c[mt][nt][1]);
+            *(u32*)(at + 8 * EXPAND_OUT_PITCH) = half_pair(c[mt][nt][2], c[mt][nt][3]);
         }
     }
     __syncthreads();
@@ -186,7 +189,7 @@ mla_prefill(const float* __restrict__ q, const u16* __restrict__ keys, const u16
             int n = k / QUADS, c = k % QUADS * 4;
             float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (n < rows && c < QK) x = load_fresh((const float4*)(source + (size_t)n * heads * QK + c));
-            *(uint2*)(shared + n * QK_PITCH + c * 2) = make_uint2(bf16_pair(x.x * factor, x.y * factor), bf16_pair(x.z * factor, x.w * factor));
+            *(uint2*)(shared + n * QK_PITCH + c * 2) = make_uint2(half_pair(x.x * factor, x.y * factor), half_pair(x.z * factor, x.w * factor));
         }
         if (QK % 16 != 0)
             for (int n = tid; n < P_KEYS; n += P_THREADS) *(uint4*)(shared + PREFILL_K + n * QK_PITCH + QK * 2) = make_uint4(0, 0, 0, 0);
@@ -239,8 +242,8 @@ mla_prefill(const float* __restrict__ q, const u16* __restrict__ keys, const u16
 #pragma unroll
             for (int nt = 0; nt < W_KEYS / 16; ++nt) {
                 uint4 b = ldmatrix4(k_lane + nt * 16 * QK_PITCH + step * 32);
-                mma(s[nt * 2], a, b.x, b.y);
-                mma(s[nt * 2 + 1], a, b.z, b.w);
+                mma_half(s[nt * 2], a, b.x, b.y);
+                mma_half(s[nt * 2 + 1], a, b.z, b.w);
             }
         }
         __syncthreads();
@@ -281,8 +284,8 @@ mla_prefill(const float* __restrict__ q, const u16* __restrict__ keys, const u16
         uint4 p[W_KEYS / 16];
 #pragma unroll
         for (int k = 0; k < W_KEYS / 16; ++k)
-            p[k] = make_uint4(bf16_pair(s[k * 2][0], s[k * 2][1]), bf16_pair(s[k * 2][2], s[k * 2][3]),
-                              bf16_pair(s[k * 2 + 1][0], s[k * 2 + 1][1]), bf16_pair(s[k * 2 + 1][2], s[k * 2 + 1][3]));
+            p[k] = make_uint4(half_pair(s[k * 2][0], s[k * 2][1]), half_pair(s[k * 2][2], s[k * 2][3]),
+                              half_pair(s[k * 2 + 1][0], s[k * 2 + 1][1]), half_pair(s[k * 2 + 1][2], s[k * 2 + 1][3]));
         if (alpha[0] != 1.0f || alpha[1] != 1.0f) {
 #pragma unroll
             for (int pair = 0; pair < V_PAIRS; ++pair) {
@@ -297,8 +300,8 @@ mla_prefill(const float* __restrict__ q, const u16* __restrict__ keys, const u16
 #pragma unroll
             for (int pair = 0; pair < V_PAIRS; ++pair) {
                 uint4 b = ldmatrix4_transposed(v_lane + k * 16 * V_PITCH + pair * 32);
-                mma(o[pair][0], p[k], b.x, b.y);
-                mma(o[pair][1], p[k], b.z, b.w);
+                mma_half(o[pair][0], p[k], b.x, b.y);
+                mma_half(o[pair][1], p[k], b.z, b.w);
             }
         }
     }

@@ -75,7 +75,7 @@ mla_store(const float *kv, const float *kv_norm, const float *inv_freq, float *q
     for (int i = threadIdx.x; i < latent; i += THREADS) squares = fmaf(x[i], x[i], squares);
     // Its barriers are also those between the angles' threads and their readers.
     float scale = 1.0f / sqrtf(block_sum(squares, scratch) / (float)latent + eps);
-    for (int i = threadIdx.x; i < latent; i += THREADS) slot[i] = float_to_bf16(x[i] * scale * kv_norm[i]);
+    for (int i = threadIdx.x; i < latent; i += THREADS) slot[i] = float_to_cached(x[i] * scale * kv_norm[i]);
 
     // Head `heads` is the key.
     for (int i = threadIdx.x; i < (heads + 1) * pairs; i += THREADS) {
@@ -89,8 +89,8 @@ mla_store(const float *kv, const float *kv_norm, const float *inv_freq, float *q
             values[second] = a * sine + b * cosine;
         } else {
             float a = x[latent + first], b = x[latent + second];
-            slot[latent + first] = float_to_bf16(a * cosine - b * sine);
-            slot[latent + second] = float_to_bf16(a * sine + b * cosine);
+            slot[latent + first] = float_to_cached(a * cosine - b * sine);
+            slot[latent + second] = float_to_cached(a * sine + b * cosine);
         }
     }
 }
@@ -116,7 +116,7 @@ attend(const float *q, const u16 *cache, float *out, const int *positions, const
         const u16 *keys = cache + (u64)table[first / BLOCK_TOKENS] * BLOCK_TOKENS * width;
         for (int s = warp; s < count; s += THREADS / WARP) {
             float score = 0.0f;
-            for (int i = lane; i < width; i += WARP) score = fmaf(query[i], bf16_to_float(keys[(u64)s * width + i]), score);
+            for (int i = lane; i < width; i += WARP) score = fmaf(query[i], half_to_float(keys[(u64)s * width + i]), score);
             score = warp_sum(score);
             if (lane == 0) weights[s] = score * softmax_scale;
         }
@@ -137,7 +137,7 @@ attend(const float *q, const u16 *cache, float *out, const int *positions, const
         __syncthreads();
         for (int i = threadIdx.x; i < latent; i += THREADS) {
             float sum = sums[i] * correction;
-            for (int s = 0; s < count; s++) sum = fmaf(weights[s], bf16_to_float(keys[(u64)s * width + i]), sum);
+            for (int s = 0; s < count; s++) sum = fmaf(weights[s], half_to_float(keys[(u64)s * width + i]), sum);
             sums[i] = sum;
         }
         __syncthreads();

@@ -27,11 +27,11 @@ __device__ __forceinline__ float half_to_float(u16 h) {
 
 __device__ __forceinline__ float bf16_to_float(u16 b) { return __uint_as_float((u32)b << 16); }
 
-// To nearest, ties to even.
-__device__ __forceinline__ u16 float_to_bf16(float f) {
-    u16 b;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(f));
-    return b;
+// As the cache keeps it: f16, and its largest for what lies beyond; what is no number stays none.
+__device__ __forceinline__ u16 float_to_cached(float f) {
+    u16 h;
+    asm("max.NaN.f32 %1, %1, 0fC77FE000;\n\tmin.NaN.f32 %1, %1, 0f477FE000;\n\tcvt.rn.f16.f32 %0, %1;" : "=h"(h), "+f"(f));
+    return h;
 }
 
 // Programmatic launch, where there is any: what comes before the wait may run while the kernel before still does.

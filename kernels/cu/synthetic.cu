@@ -2,6 +2,13 @@
 // matter but must be numbers.
 #include "prelude.cuh"
 
+// To nearest, ties to even.
+__device__ __forceinline__ u16 float_to_bf16(float f) {
+    u16 b;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(f));
+    return b;
+}
+
 #define THREADS 256
 
 __device__ __forceinline__ u32 random_bits(u64 at, u32 seed) {

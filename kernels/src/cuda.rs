@@ -119,7 +119,7 @@ pub struct Buffer {
     len: usize,
 }
 
-/// Latents and rope keys of one layer as BF16, and a block more than was asked for: rows that round a step up write there.
+/// Latents and rope keys of one layer as F16, and a block more than was asked for: rows that round a step up write there.
 #[derive(Debug)]
 pub struct Cache {
     memory: Memory,

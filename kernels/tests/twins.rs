@@ -15,7 +15,7 @@ use kernels::{Backend, Error, ExpertWeights, MlpWeights, MoeBuffers, MoeWeights}
 use std::ops::Range;
 use support::*;
 
-/// What rounding to BF16 adds to a bound, in roundings of an f32: a cache's values, or a GPU's attention weights.
+/// What rounding to BF16 adds to a bound, in roundings of an f32: a weight whose type has no kernel.
 const BF16_TERMS: usize = 1 << 15;
 
 /// What it adds to a bound, in roundings of an f32, that a value on the way may be rounded to the integer beside its twin's.
@@ -283,7 +283,7 @@ impl MlaCase {
         for sequence in &cases {
             for position in 0..sequence.cached {
                 let slot = &mut cache[sequence.slot(position) * width..][..width];
-                // Exact in BF16, which is what some backends keep.
+                // Exact in F16, which is what some backends keep.
                 let exact = |value: f32| f32::from_bits(value.to_bits() & 0xffff_0000);
                 slot.iter_mut().for_each(|value| *value = exact(random.value()));
             }
@@ -406,7 +406,7 @@ fn attention_in_both_forms_and_mixed() {
             let what = format!("{:?}, {name}", case.shape);
             let [q_found, cache_found] = case.store(b);
             close(&format!("queries, {what}"), &q_found, &q, 8, |_| 2.0);
-            let rounding = if name == "cuda" { BF16_TERMS } else { 64 };
+            let rounding = if name == "cuda" { HALF_TERMS } else { 64 };
             close_caches(&format!("cache, {what}"), &cache_found, &cache, rounding);
             // From what this backend stored, so that its rounding is not counted twice.
             let inputs = [&q_found[..], &cache_found];
@@ -416,7 +416,7 @@ fn attention_in_both_forms_and_mixed() {
             for (form_name, form) in forms {
                 let found = case.attend(b, inputs, form);
                 let what = format!("{form_name}, {what}");
-                let rounding = if name == "cuda" { 2 * BF16_TERMS } else { 0 };
+                let rounding = if name == "cuda" { 2 * HALF_TERMS } else { 0 };
                 close(&what, &found, &out, rounding + case.terms(), |_| largest(&out));
             }
         });
@@ -466,7 +466,7 @@ fn rotary_pairs_by_hand() {
         };
         check("reference", case.store(&mut Reference::new()), 4);
         each_backend!(|name, b| {
-            let terms = if name == "cuda" { BF16_TERMS } else { 4 };
+            let terms = if name == "cuda" { HALF_TERMS } else { 4 };
             check(&name, case.store(b), terms);
         });
     }

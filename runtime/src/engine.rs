@@ -397,7 +397,7 @@ fn block_bytes(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> us
     let width = model.attention.kv_lora_rank + model.attention.qk_rope_head_dim;
     let value = match options.device.device {
         Device::Cpu => size_of::<f32>(),
-        // BF16.
+        // F16.
         Device::Cuda(_) => 2,
     };
     BLOCK_TOKENS * width * value * model.layers.len() * ranks

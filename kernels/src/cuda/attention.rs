@@ -48,9 +48,9 @@ pub(super) struct Pieces {
     pub part: Buffer,
     /// `[T, heads, SPLITS, 2]`
     pub softmax: Buffer,
-    /// `[heads, CAPACITY, nope]` as BF16
+    /// `[heads, CAPACITY, nope]` as F16
     pub keys: Buffer,
-    /// `[heads, CAPACITY, v]` as BF16
+    /// `[heads, CAPACITY, v]` as F16
     pub values: Buffer,
     /// `[T, heads, 2]`
     pub state: Buffer,

@@ -4,13 +4,14 @@ use super::attention::{self, Attention};
 use super::decode::Moe;
 use super::driver::Memory;
 use super::kernels::{Queries, Store};
-use super::weight::{Storage, bf16, storage};
+use super::weight::{Storage, storage};
 use super::{Buffer, Cache, Cuda, MOST_ROWS, Pieces, Recording, Scratch, Tiling, Weight};
 use crate::backend::moe_in_parts;
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::{BLOCK_TOKENS, Step};
 use crate::{Backend, Error, ExpertWeights, MlpWeights, MoeBuffers, MoeWeights, Pass, StepLimits, StepRows};
 use formats::{Dtype, TensorView};
+use half::f16;
 use std::ops::Range;
 use zerocopy::IntoBytes;
 
@@ -66,7 +67,7 @@ impl Backend for Cuda {
 
     fn write_cache(&mut self, cache: &mut Cache, values: &[f32]) {
         self.settle(&[]);
-        let bytes: Vec<u8> = values.iter().flat_map(|&value| bf16(value).to_ne_bytes()).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|&value| cached(value).to_ne_bytes()).collect();
         self.stream.write(&cache.memory, 0, &bytes);
     }
 
@@ -75,7 +76,7 @@ impl Backend for Cuda {
         let mut bytes = vec![0; values.len() * 2];
         self.stream.read(&cache.memory, 0, &mut bytes);
         for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
-            *value = f32::from_bits(u32::from(u16::from_ne_bytes(*bytes)) << 16);
+            *value = f16::from_ne_bytes(*bytes).to_f32();
         }
     }
 
@@ -391,4 +392,9 @@ impl Backend for Cuda {
         self.settle(&[x, out]);
         self.ops.gather(&self.stream, x, &self.step, width, out);
     }
+}
+
+/// A value as the cache keeps it, as in prelude.cuh.
+fn cached(value: f32) -> f16 {
+    f16::from_f32(value.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }

@@ -156,7 +156,7 @@ fn convert(view: &TensorView, to: Dtype, scales: &[f32]) -> Result<Vec<u8>, Erro
 }
 
 /// The nearest BF16, ties to even; a NaN stays one.
-pub(super) fn bf16(value: f32) -> u16 {
+fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
         return (bits >> 16) as u16 | 0x40;
