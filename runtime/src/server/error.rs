@@ -3,7 +3,7 @@
 use crate::engine::Refusal;
 use crate::generation::Interrupted;
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -49,6 +49,14 @@ impl ApiError {
 
     pub(super) fn too_large(limit: usize) -> Self {
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is larger than {limit} bytes"))
+    }
+
+    /// The body is in a form that is not read here; `header` says which.
+    pub(super) fn unsupported_body(header: &HeaderName, message: impl std::fmt::Display) -> Self {
+        Self {
+            code: Some("unsupported_media_type"),
+            ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, format!("{header}: {message}"))
+        }
     }
 
     /// The client takes too long to send its request.

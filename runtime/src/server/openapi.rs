@@ -104,6 +104,7 @@ fn responses(path: &str, stream: bool) -> Value {
         "404": error("Another model than the one that is served"),
         "408": error("The body did not come in time, or the answer took too long"),
         "413": error("The body is too large"),
+        "415": error("The body is compressed, or is said to be no JSON"),
         "429": error("Too many requests wait: try again after `retry-after` seconds"),
         "503": error("The model is still loading, or has stopped"),
     })
