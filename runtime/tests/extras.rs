@@ -131,3 +131,26 @@ fn salts_and_budgets_reach_the_engine() {
     (0..3).for_each(|_| thinking.observe(5));
     assert_eq!(thinking.forced(), Some(end));
 }
+
+#[test]
+fn what_could_never_wait_is_refused_and_not_put_off() {
+    let server = TestServer::start((0..http::MAX_WAITING).map(|_| hello()));
+    let most = http::MAX_WAITING;
+    for (body, param) in [
+        (json!({"prompt": "x", "n": most + 1}), "n"),
+        (json!({"prompt": vec!["x"; most + 1]}), "prompt"),
+        (json!({"prompt": vec!["x"; most / 2 + 1], "n": 2}), "n"),
+    ] {
+        let error = server.complete(&body).error(400);
+        assert_eq!((error["param"].as_str(), &error["code"]), (Some(param), &Value::Null), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("--max-queued-requests"), "{error}");
+    }
+    assert_eq!(server.engine.requests(), 0, "nothing was begun");
+    // Nothing to generate takes no place.
+    let nothing = server.complete(&json!({"prompt": vec!["x"; most + 1], "max_tokens": 0, "echo": true}));
+    assert_eq!(nothing.status, 200);
+    assert_eq!(
+        server.complete(&json!({"prompt": "x", "n": most})).json()["choices"].as_array().unwrap().len(),
+        most
+    );
+}

@@ -59,6 +59,14 @@ impl ApiError {
         }
     }
 
+    /// More answers are asked for at once than may ever wait.
+    pub(super) fn too_many(param: &str, answers: usize, most: usize) -> Self {
+        let message = format!(
+            "{answers} answers are asked for at once, and at most {most} may wait (--max-queued-requests): ask for fewer"
+        );
+        Self::field(param, message)
+    }
+
     /// The client takes too long to send its request.
     pub(super) fn too_slow(limit: Duration) -> Self {
         let message = format!("the body did not come within {} seconds", limit.as_secs_f32());

@@ -274,6 +274,12 @@ async fn run(
         Tokens::AsText => Ids::Dropped,
         Tokens::AsIdsToo => Ids::Kept,
     };
+    // Later would be no better than now, which "too many wait" promises.
+    let (answers, most) = (prompts.len() * n, ready.backend.model().max_waiting);
+    let is_free = generation.max_tokens == 0 && generation.prompt_logprobs.is_none();
+    if answers > most && !is_free {
+        return Err(ApiError::too_many(if n > 1 { "n" } else { field }, answers, most));
+    }
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
     note_dense(state, ready, prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0));
     let mut generations = Vec::with_capacity(prompts.len() * n);

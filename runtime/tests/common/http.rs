@@ -40,6 +40,8 @@ struct Inner {
 
 /// The scripted engine's context, unless a test makes it longer.
 pub(crate) const MAX_MODEL_LEN: usize = 64;
+/// Requests that may wait for it.
+pub(crate) const MAX_WAITING: usize = 64;
 
 impl Backend for Scripted {
     fn submit(&self, request: GenerationRequest) -> Result<EventStream, Refusal> {
@@ -71,6 +73,7 @@ impl Backend for Scripted {
             max_model_len: self.0.long_context.get().copied().unwrap_or(MAX_MODEL_LEN),
             vocab_size: 4096,
             ranks: 8,
+            max_waiting: MAX_WAITING,
             index_topk: Some(48),
         }
     }
@@ -81,6 +84,11 @@ impl Backend for Scripted {
 }
 
 impl Scripted {
+    /// Says what it does with one more request.
+    pub(crate) fn add(&self, script: Script) {
+        self.0.scripts.lock().unwrap().push_back(script);
+    }
+
     /// Makes the context longer.
     pub(crate) fn extend_context(&self, max_model_len: usize) {
         self.0.long_context.set(max_model_len).unwrap();
