@@ -103,7 +103,8 @@ pub(super) fn wrong(path: &str, expected: &str, found: &Value) -> ApiError {
     ApiError::field(path, format!("expected {expected}, found {}", brief(found)))
 }
 
-fn whole(value: &Value) -> Option<i64> {
+/// A whole number, also where it is written with a fraction of nothing.
+pub(super) fn whole(value: &Value) -> Option<i64> {
     const EXACT: f64 = 9_007_199_254_740_992.0;
     value.as_i64().or_else(|| {
         value
