@@ -483,6 +483,19 @@ fn tokens_and_texts_are_turned_into_each_other() {
         )
         .json();
     assert_eq!(json["tokens"].as_array().unwrap().last(), Some(&json!(4086)));
+    // Texts longer than the context are counted too, up to where that takes long.
+    let long = "word ".repeat(200_000);
+    let count = server.post("/tokenize", &json!({"prompt": long})).json()["count"].as_u64().unwrap();
+    assert!(count > 200_000, "{count}");
+    for (path, body, param) in [
+        ("/tokenize", json!({"prompt": "x".repeat((1 << 20) + 1)}), "prompt"),
+        ("/tokenize", json!({"prompt": "x".repeat((1 << 20) + 1), "add_special_tokens": false}), "prompt"),
+        ("/detokenize", json!({"tokens": vec![1399; (1 << 18) + 1]}), "tokens"),
+    ] {
+        let error = server.post(path, &body).error(400);
+        assert_eq!(error["param"], param);
+        assert!(error["message"].as_str().unwrap().contains("expected at most"), "{error}");
+    }
     let info = server.get("/tokenizer_info").json();
     assert_eq!(
         (&info["vocab_size"], &info["added_tokens_decoder"]["4083"]["content"]),
