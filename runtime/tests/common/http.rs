@@ -36,12 +36,12 @@ struct Inner {
     hanging: Mutex<Vec<UnboundedSender<Event>>>,
     /// Where a test needs more than [`MAX_MODEL_LEN`].
     long_context: OnceLock<usize>,
+    /// Where a test needs a short queue.
+    max_waiting: OnceLock<usize>,
 }
 
 /// The scripted engine's context, unless a test makes it longer.
 pub(crate) const MAX_MODEL_LEN: usize = 64;
-/// Requests that may wait for it.
-pub(crate) const MAX_WAITING: usize = 64;
 
 impl Backend for Scripted {
     fn submit(&self, request: GenerationRequest) -> Result<EventStream, Refusal> {
@@ -73,7 +73,7 @@ impl Backend for Scripted {
             max_model_len: self.0.long_context.get().copied().unwrap_or(MAX_MODEL_LEN),
             vocab_size: 4096,
             ranks: 8,
-            max_waiting: MAX_WAITING,
+            max_waiting: self.0.max_waiting.get().copied().unwrap_or(256),
             index_topk: Some(48),
         }
     }
@@ -87,6 +87,11 @@ impl Scripted {
     /// Says what it does with one more request.
     pub(crate) fn add(&self, script: Script) {
         self.0.scripts.lock().unwrap().push_back(script);
+    }
+
+    /// Makes the queue shorter.
+    pub(crate) fn shorten_queue(&self, max_waiting: usize) {
+        self.0.max_waiting.set(max_waiting).unwrap();
     }
 
     /// Makes the context longer.
