@@ -209,7 +209,6 @@ pub struct EngineHandle {
     commands: Sender<Command>,
     waiting: Arc<AtomicUsize>,
     stopped: watch::Receiver<Option<String>>,
-    max_waiting: usize,
     model: Arc<ModelInfo>,
     metrics: Arc<Metrics>,
 }
@@ -223,6 +222,8 @@ pub struct ModelInfo {
     pub vocab_size: usize,
     /// Number of ranks.
     pub ranks: usize,
+    /// Requests that may wait for a place, and so the most that can be sent at once.
+    pub max_waiting: usize,
     /// Positions that a query attended to when the model was trained, where those were not all: beyond, dense attention is
     /// not what the model knows.
     pub index_topk: Option<usize>,
@@ -234,7 +235,7 @@ impl EngineHandle {
     /// # Errors
     /// [`Refusal`] when it cannot be run, or not now.
     pub fn submit(&self, request: GenerationRequest) -> Result<EventStream, Refusal> {
-        let ModelInfo { max_model_len, vocab_size, .. } = *self.model;
+        let ModelInfo { max_model_len, vocab_size, max_waiting, .. } = *self.model;
         let prompt = request.prompt.len();
         if prompt == 0 {
             return Err(Refusal::EmptyPrompt);
@@ -245,7 +246,7 @@ impl EngineHandle {
         if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= vocab_size) {
             return Err(Refusal::Vocabulary { id, vocab_size });
         }
-        let ticket = Ticket::draw(&self.waiting, self.max_waiting)?;
+        let ticket = Ticket::draw(&self.waiting, max_waiting)?;
         let (events, stream) = mpsc::unbounded_channel();
         let (request, arrival) = (Box::new(request), Instant::now());
         if self.commands.send(Command::Submit { request, events, ticket, arrival }).is_err() {
@@ -344,11 +345,11 @@ impl Engine {
             commands,
             waiting,
             stopped,
-            max_waiting: options.max_waiting,
             model: Arc::new(ModelInfo {
                 max_model_len,
                 vocab_size: manifest.model.vocab_size,
                 ranks: manifest.ranks,
+                max_waiting: options.max_waiting,
                 index_topk: manifest.model.indexer.as_ref().map(|indexer| indexer.index_topk),
             }),
             metrics,

@@ -9,6 +9,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod form;
 mod known;
 mod messages;
 mod openai;

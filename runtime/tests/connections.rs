@@ -65,6 +65,61 @@ fn keys_are_asked_for_everywhere_but_where_nothing_is_told() {
 }
 
 #[test]
+fn a_body_that_is_called_something_else_than_json_is_refused() {
+    let server = TestServer::start([]);
+    let post = |path: &str, headers: &str, body: &[u8]| {
+        let mut stream = TcpStream::connect(server.address).unwrap();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {}\r\n{headers}\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        stream.write_all(body).unwrap();
+        let mut bytes = Vec::new();
+        stream.read_to_end(&mut bytes).unwrap();
+        http::Response::parse(&bytes)
+    };
+    let body = br#"{"prompt": "Hello"}"#;
+    let form = "content-type: application/x-www-form-urlencoded\r\n";
+    for headers in [
+        "",
+        // What curl says of -d.
+        form,
+        "content-type: application/json\r\n",
+        "content-type: Application/JSON; charset=utf-8\r\norigin: https://a.example\r\n",
+        "content-type: application/vnd.api+json\r\n",
+        "content-encoding: identity\r\n",
+        "content-encoding:\r\n",
+    ] {
+        let response = post("/tokenize", headers, body);
+        assert_eq!(response.status, 200, "{headers}: {response:?}");
+    }
+    let from_page = "origin: https://a.example\r\n";
+    for (headers, named) in [
+        ("content-encoding: gzip\r\n", "content-encoding: \"gzip\""),
+        ("content-encoding: identity, br\r\n", "content-encoding: \"br\""),
+        ("content-encoding: \u{e9}\r\n", "content-encoding: "),
+        ("content-type: text/plain\r\n", "content-type: expected application/json, found \"text/plain\""),
+        ("content-type: multipart/form-data; boundary=x\r\n", "content-type: "),
+        ("content-type: application/jsonp\r\n", "content-type: "),
+        ("content-type: application/json\r\ncontent-type: text/plain\r\n", "content-type: "),
+        // What a browser sends for any page without asking first.
+        (from_page, "content-type: expected application/json, found nothing"),
+        (&format!("{form}{from_page}"), "content-type: "),
+    ] {
+        let error = post("/tokenize", headers, body).error(415);
+        assert_eq!((&error["param"], &error["code"]), (&Value::Null, &json!("unsupported_media_type")));
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with(named) && message.lines().count() == 1, "{headers}: {message}");
+    }
+    let response = post("/v1/messages", "content-encoding: gzip\r\n", b"{}");
+    assert_eq!((response.status, &response.json()["type"]), (415, &json!("error")));
+    // Some programs put a byte order mark before UTF-8.
+    assert_eq!(post("/tokenize", "", b"\xef\xbb\xbf{\"prompt\": \"Hello\"}").json()["count"], 1);
+    post("/tokenize", "", b"\xef\xbb\xbf\xef\xbb\xbf{\"prompt\": \"Hello\"}").error(400);
+}
+
+#[test]
 fn pages_of_allowed_origins_may_ask() {
     let allowed = |server: &TestServer, origin: &str| {
         let headers = format!(

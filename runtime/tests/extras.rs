@@ -131,3 +131,44 @@ fn salts_and_budgets_reach_the_engine() {
     (0..3).for_each(|_| thinking.observe(5));
     assert_eq!(thinking.forced(), Some(end));
 }
+
+#[test]
+fn whole_numbers_may_be_written_with_a_fraction_of_nothing() {
+    let server = TestServer::start([hello()]);
+    let body = json!({"prompt": [1399.0, 1513], "seed": 1.0, "top_k": 5.0, "max_tokens": 3.0, "stop_token_ids": [7.0], "n": 1.0});
+    assert_eq!(server.complete(&body).status, 200);
+    let request = server.engine.last();
+    assert_eq!((request.prompt.as_slice(), request.max_tokens), (&[1399, 1513][..], 3));
+    assert_eq!((request.sampling.seed, request.sampling.top_k), (Some(1), Some(5)));
+    assert!(request.stop_token_ids.contains(&7));
+    // Of 64 bits, none is lost.
+    for (seed, bits) in [(json!(u64::MAX), u64::MAX), (json!(i64::MIN), i64::MIN.cast_unsigned())] {
+        server.engine.add(hello());
+        assert_eq!(server.complete(&json!({"prompt": "x", "seed": seed})).status, 200);
+        assert_eq!(server.engine.last().sampling.seed, Some(bits));
+    }
+}
+
+#[test]
+fn what_could_never_wait_is_refused_and_not_put_off() {
+    let most = 64;
+    let server = TestServer::start((0..most).map(|_| hello()));
+    server.engine.shorten_queue(most);
+    for (body, param) in [
+        (json!({"prompt": "x", "n": most + 1}), "n"),
+        (json!({"prompt": vec!["x"; most + 1]}), "prompt"),
+        (json!({"prompt": vec!["x"; most / 2 + 1], "n": 2}), "n"),
+    ] {
+        let error = server.complete(&body).error(400);
+        assert_eq!((error["param"].as_str(), &error["code"]), (Some(param), &Value::Null), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("--max-queued-requests"), "{error}");
+    }
+    assert_eq!(server.engine.requests(), 0, "nothing was begun");
+    // Nothing to generate takes no place.
+    let nothing = server.complete(&json!({"prompt": vec!["x"; most + 1], "max_tokens": 0, "echo": true}));
+    assert_eq!(nothing.status, 200);
+    assert_eq!(
+        server.complete(&json!({"prompt": "x", "n": most})).json()["choices"].as_array().unwrap().len(),
+        most
+    );
+}

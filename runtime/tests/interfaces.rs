@@ -102,7 +102,7 @@ fn tool_calls_have_names_ids_and_typed_arguments() {
 
 #[test]
 fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
-    let server = TestServer::start((0..6).map(|_| says("x")));
+    let server = TestServer::start((0..32).map(|_| says("x")));
     server.engine.extend_context(1024);
     let dialect = common::dialect();
     let tokenizer = dialect.tokenizer();
@@ -116,6 +116,18 @@ fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
         (json!({"type": "string", "const": "Oslo"}), "Oslo", "Rome"),
         (json!({"type": "string", "enum": ["Oslo", null]}), "Oslo", "null"),
         (json!({"type": ["string", "null"]}), "\"Oslo\"", "Oslo"),
+        // What a schema says of a string holds without quotes too.
+        (json!({"type": "string", "maxLength": 3}), "Zü\n", "Oslo"),
+        (json!({"type": "string", "minLength": 4}), "Oslo", "Ulm"),
+        (json!({"type": "string", "minLength": 2, "maxLength": 2}), "ab", "a"),
+        (json!({"type": "string", "pattern": "^[a-z/]+$"}), "a/b", "aB"),
+        (json!({"type": "string", "pattern": "l\\d"}), "Osl4o", "Oslo"),
+        (json!({"type": "string", "pattern": "^a\\$"}), "a$b", "b$"),
+        (json!({"type": "string", "pattern": "^(a|b)$"}), "b", "bb"),
+        (json!({"type": "string", "pattern": "[(|^$]+$"}), "x(|", "|x"),
+        (json!({"type": "string", "pattern": "^a", "maxLength": 2}), "ab", "abc"),
+        (json!({"type": "string", "format": "date"}), "2026-11-30", "2026-11-31"),
+        (json!({"type": "string", "format": "date-time"}), "2026-11-30T15:00:01Z", "2026-11-30"),
     ] {
         let parameters = json!({"type": "object", "$defs": {"City": city}, "properties": {"k": schema}, "required": ["k"]});
         let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
@@ -129,6 +141,24 @@ fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
             ids.into_iter().all(|id| constraint.accept(id).is_ok())
         };
         assert!(takes(value) && !takes(other), "{schema}");
+    }
+    for (schema, named) in [
+        (json!({"type": "string", "pattern": "^a|b$"}), "pattern"),
+        (json!({"type": "string", "pattern": "a\\b"}), "tool_choice"),
+        (json!({"type": "string", "pattern": "("}), "tool_choice"),
+        (json!({"type": "string", "pattern": 5}), "pattern"),
+        (json!({"type": "string", "maxLength": -1}), "maxLength"),
+        (json!({"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
+        (json!({"type": "string", "format": "email"}), "format"),
+    ] {
+        let parameters = json!({"type": "object", "properties": {"k": schema}, "required": ["k"]});
+        let tools = json!([{"type": "function", "function": {"name": "f", "parameters": parameters}}]);
+        let error = server
+            .chat(&json!({"messages": user("x"), "tools": tools, "tool_choice": "required"}))
+            .error(400);
+        assert_eq!(error["param"], "tool_choice", "{schema}: {error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(named) && message.lines().count() == 1, "{schema}: {message}");
     }
 }
 
@@ -483,6 +513,19 @@ fn tokens_and_texts_are_turned_into_each_other() {
         )
         .json();
     assert_eq!(json["tokens"].as_array().unwrap().last(), Some(&json!(4086)));
+    // Texts longer than the context are counted too, up to where that takes long.
+    let long = "word ".repeat(200_000);
+    let count = server.post("/tokenize", &json!({"prompt": long})).json()["count"].as_u64().unwrap();
+    assert!(count > 200_000, "{count}");
+    for (path, body, param) in [
+        ("/tokenize", json!({"prompt": "x".repeat((1 << 20) + 1)}), "prompt"),
+        ("/tokenize", json!({"prompt": "x".repeat((1 << 20) + 1), "add_special_tokens": false}), "prompt"),
+        ("/detokenize", json!({"tokens": vec![1399; (1 << 18) + 1]}), "tokens"),
+    ] {
+        let error = server.post(path, &body).error(400);
+        assert_eq!(error["param"], param);
+        assert!(error["message"].as_str().unwrap().contains("expected at most"), "{error}");
+    }
     let info = server.get("/tokenizer_info").json();
     assert_eq!(
         (&info["vocab_size"], &info["added_tokens_decoder"]["4083"]["content"]),

@@ -162,39 +162,55 @@ fn two_hundred_streams_of_which_a_fifth_is_cancelled() {
     assert_eq!(server.get("/health")["status"], "ok");
 }
 
-/// A number in letters.
-fn word(mut number: usize) -> String {
-    let mut word = String::from("x");
-    while number > 0 {
-        word.push(char::from(b'a' + (number % 26) as u8));
-        number /= 26;
-    }
-    word
+/// A number in letters, always as many: longer words would make longer prompts, and those need more memory.
+fn word(number: usize) -> String {
+    let letter = |at: u32| char::from(b'a' + (number / 26_usize.pow(at) % 26) as u8);
+    (0..5).map(letter).collect()
 }
 
 #[test]
 fn memory_stays_where_it_is() {
-    // A small cache, which is full soon.
+    // A small cache, which is full soon: blocks of prompts are kept until later prompts need the room.
+    const CACHE: u64 = 32 << 20;
     let server = Server::start(&["--kv-cache-memory", "32MiB", "--max-model-len", "512"]);
     let agent: ureq::Agent = ureq::Agent::config_builder().build().into();
     let url = format!("{}/v1/completions", server.url);
-    let ask = |number: usize| {
-        // Words that nobody has said before: what remembers words must forget some.
-        let words: Vec<String> = (0..WORDS).map(|at| word(number * WORDS + at)).collect();
-        let body = json!({"prompt": words.join(" "), "max_tokens": 1, "logprobs": 1});
+    let ask_for = |prompt: Value| {
+        let body = json!({"prompt": prompt, "max_tokens": 1, "logprobs": 1});
         let mut reply = agent.post(&url).send(body.to_string().as_bytes()).unwrap();
         assert_eq!(reply.status(), 200);
-        reply.body_mut().read_to_string().unwrap();
+        let answer: Value = serde_json::from_str(&reply.body_mut().read_to_string().unwrap()).unwrap();
+        answer["usage"]["prompt_tokens"].as_u64().unwrap()
     };
+    // More than a block, or so little that attention takes its form for few tokens.
+    const WORDS: usize = 16;
+    const FEW_WORDS: usize = 5;
+    let ask = |number: usize| {
+        // Words that nobody has said before: what remembers words must forget some.
+        let first = number * WORDS;
+        let count = if number.is_multiple_of(2) { WORDS } else { FEW_WORDS };
+        let words: Vec<String> = (first..first + count).map(word).collect();
+        let tokens = ask_for(words.join(" ").into());
+        assert!(tokens <= LONGEST[usize::from(count == FEW_WORDS)], "{tokens} tokens");
+    };
+    // Buffers of a step grow with its rows, for each form of attention: no prompt may be longer than these. A word has six
+    // characters with its space, so at most as many tokens.
+    const LONGEST: [u64; 2] = [96, 31];
+    LONGEST.map(|tokens| ask_for((0..tokens).collect()));
     let requests: usize =
         std::env::var("SHARDMILL_LOAD_REQUESTS").ok().and_then(|text| text.parse().ok()).unwrap_or(250);
-    const WORDS: usize = 8;
     // Until every thread has its buffers and every block was used.
     const FIRST: usize = 250;
     (0..FIRST).for_each(ask);
     let before = resident(server.id());
+    let begin = Instant::now();
     (FIRST..FIRST + requests).for_each(ask);
+    let time = begin.elapsed() / u32::try_from(requests).unwrap();
     let after = resident(server.id());
-    eprintln!("{requests} requests: memory from {before} to {after} bytes");
-    assert!(after as f64 <= before as f64 * 1.05, "{before} to {after} bytes");
+    eprintln!("{requests} requests, {time:?} each: memory from {before} to {after} bytes");
+    // The cache, which is resident by now, is none of what may grow.
+    assert!(before > CACHE, "{before} bytes");
+    assert!(after <= before + (before - CACHE) / 20, "{before} to {after} bytes");
+    let queries = server.metric("vllm:prefix_cache_queries_total");
+    assert!(queries > 32.0 * (FIRST + requests) as f64, "prompts that fill blocks: {queries} tokens");
 }

@@ -3,7 +3,7 @@
 use crate::engine::Refusal;
 use crate::generation::Interrupted;
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -49,6 +49,22 @@ impl ApiError {
 
     pub(super) fn too_large(limit: usize) -> Self {
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is larger than {limit} bytes"))
+    }
+
+    /// The body is in a form that is not read here; `header` says which.
+    pub(super) fn unsupported_body(header: &HeaderName, message: impl std::fmt::Display) -> Self {
+        Self {
+            code: Some("unsupported_media_type"),
+            ..Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, format!("{header}: {message}"))
+        }
+    }
+
+    /// More answers are asked for at once than may ever wait.
+    pub(super) fn too_many(param: &str, answers: usize, most: usize) -> Self {
+        let message = format!(
+            "{answers} answers are asked for at once, and at most {most} may wait (--max-queued-requests): ask for fewer"
+        );
+        Self::field(param, message)
     }
 
     /// The client takes too long to send its request.

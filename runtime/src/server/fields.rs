@@ -12,9 +12,12 @@ pub(super) struct Fields<'a> {
     within: String,
 }
 
+/// What some programs write before UTF-8. It says nothing, and JSON's readers may pass over it.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// Reads a body.
 pub(super) fn object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
-    match serde_json::from_slice(body) {
+    match serde_json::from_slice(body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body)) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(other) => {
             Err(ApiError::bad_request(format!("the body: expected a JSON object, found {}", brief(&other))))
@@ -100,7 +103,8 @@ pub(super) fn wrong(path: &str, expected: &str, found: &Value) -> ApiError {
     ApiError::field(path, format!("expected {expected}, found {}", brief(found)))
 }
 
-fn whole(value: &Value) -> Option<i64> {
+/// A whole number, also where it is written with a fraction of nothing.
+pub(super) fn whole(value: &Value) -> Option<i64> {
     const EXACT: f64 = 9_007_199_254_740_992.0;
     value.as_i64().or_else(|| {
         value

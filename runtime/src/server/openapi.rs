@@ -18,7 +18,7 @@ pub(super) fn document() -> Value {
             path.to_owned(),
             json!({"post": {
                 "summary": summary,
-                "operationId": path.trim_matches('/').replace(['/', '.'], "_"),
+                "operationId": operation_id(path),
                 "security": [{"key": []}],
                 "requestBody": {"required": true, "content": {"application/json": {"schema": schema}}},
                 "responses": responses(path, stream),
@@ -38,10 +38,12 @@ pub(super) fn document() -> Value {
     post("/tokenize", "Text or a conversation to token ids", tokenize(), false);
     post("/detokenize", "Token ids to text", detokenize(), false);
     for (path, summary, kind, is_guarded) in [
+        ("/", "The chat page", "text/html", false),
         ("/health", "200 once the model is loaded", "application/json", false),
         ("/version", "The program's version", "application/json", false),
         ("/openapi.json", "This document", "application/json", false),
-        ("/v1/models", "The model", "application/json", true),
+        ("/v1/models", "The model, as the only one of a list", "application/json", true),
+        ("/v1/models/{model}", "The model", "application/json", true),
         ("/tokenizer_info", "The vocabulary", "application/json", true),
         ("/metrics", "Counters for Prometheus", "text/plain", true),
     ] {
@@ -53,10 +55,12 @@ pub(super) fn document() -> Value {
             answers["401"] = error("No key, or a wrong one");
         }
         let security = if is_guarded { json!([{"key": []}]) } else { json!([]) };
-        let id = path.trim_matches('/').replace(['/', '.'], "_");
-        let get = json!({"summary": summary, "operationId": id, "security": security, "responses": answers});
+        let get = json!({"summary": summary, "operationId": operation_id(path), "security": security, "responses": answers});
         paths.insert(path.to_owned(), json!({"get": get}));
     }
+    paths["/v1/models/{model}"]["get"]["parameters"] = json!([{"name": "model", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1}}]);
+    paths["/v1/models/{model}"]["get"]["responses"]["404"] =
+        error("Another model than the one that is served");
     json!({
         "openapi": "3.1.0",
         "info": {
@@ -85,6 +89,14 @@ pub(super) fn document() -> Value {
     })
 }
 
+/// A name for what a path does.
+fn operation_id(path: &str) -> String {
+    match path.trim_matches('/').replace(['/', '.'], "_").replace(['{', '}'], "") {
+        id if id.is_empty() => "page".to_owned(),
+        id => id,
+    }
+}
+
 fn error(description: &str) -> Value {
     json!({"description": description, "content": {"application/json": {}}})
 }
@@ -104,6 +116,7 @@ fn responses(path: &str, stream: bool) -> Value {
         "404": error("Another model than the one that is served"),
         "408": error("The body did not come in time, or the answer took too long"),
         "413": error("The body is too large"),
+        "415": error("The body is compressed, or is said to be no JSON"),
         "429": error("Too many requests wait: try again after `retry-after` seconds"),
         "503": error("The model is still loading, or has stopped"),
     })

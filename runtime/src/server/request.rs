@@ -1,7 +1,7 @@
 //! What the requests of every interface come to: prompts, how tokens are drawn, how the answer is read and sent.
 
 use super::error::ApiError;
-use super::fields::{Fields, wrong};
+use super::fields::{Fields, whole, wrong};
 use super::known;
 use super::shape;
 use crate::dialect::Dialect;
@@ -237,7 +237,7 @@ fn sampling(fields: &Fields<'_>, context: &Context<'_>) -> Result<SamplingParams
         return Err(ApiError::field("top_p", "expected a number above 0, at most 1, found 0"));
     }
     let seed = fields.read("seed", "a whole number of 64 bits", |value| {
-        value.as_i64().map(i64::cast_unsigned).or_else(|| value.as_u64())
+        value.as_u64().or_else(|| whole(value).map(i64::cast_unsigned))
     })?;
     let repetition_penalty = float("repetition_penalty", 0.0..=100.0, defaults.repetition_penalty)?;
     if repetition_penalty <= 0.0 {
@@ -334,7 +334,7 @@ fn delivery(fields: &Fields<'_>) -> Result<Delivery, ApiError> {
 pub(super) fn token_ids(name: &str, ids: &[Value]) -> Result<Vec<u32>, ApiError> {
     ids.iter()
         .map(|id| {
-            id.as_u64()
+            whole(id)
                 .and_then(|id| u32::try_from(id).ok())
                 .ok_or_else(|| wrong(name, "a list of token ids", id))
         })

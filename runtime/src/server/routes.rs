@@ -4,7 +4,9 @@ use super::answer::{self, Answers, Protocol, Times};
 use super::api::{Head, fresh_id};
 use super::error::ApiError;
 use super::request::{Context, Delivery, Job, Tokens};
-use super::{Ready, State, anthropic, chat, completions, openai, openapi, responses, tokens, unix_time};
+use super::{
+    Ready, State, anthropic, chat, completions, form, openai, openapi, responses, tokens, unix_time,
+};
 use crate::engine::{Event, EventStream, FinishReason, GenerationRequest};
 use crate::generation::{Generation, Ids};
 use axum::body::{Body, Bytes};
@@ -39,6 +41,7 @@ pub(super) fn router(state: Arc<State>) -> Router {
         .route("/detokenize", post(detokenize))
         .route("/tokenizer_info", get(tokenizer_info))
         .route("/metrics", get(metrics))
+        .route_layer(middleware::from_fn(check_form))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&state), check_key));
     let cors = cors(&state);
     let router = Router::new()
@@ -78,8 +81,22 @@ fn cors(state: &State) -> Option<CorsLayer> {
 async fn check_key(extract::State(state): Shared, request: Request, next: Next) -> Response {
     match state.options.api_keys.check(request.headers()) {
         Ok(()) => next.run(request).await,
-        Err(error) if request.uri().path().starts_with("/v1/messages") => error.anthropic_response(),
-        Err(error) => error.into_response(),
+        Err(error) => early_error(error, request.uri().path()),
+    }
+}
+
+async fn check_form(request: Request, next: Next) -> Response {
+    match form::check(request.method(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(error) => early_error(error, request.uri().path()),
+    }
+}
+
+/// An error in the form of the interface at `path`, whose handler does not see the request.
+fn early_error(error: ApiError, path: &str) -> Response {
+    match path.starts_with("/v1/messages") {
+        true => error.anthropic_response(),
+        false => error.into_response(),
     }
 }
 
@@ -257,6 +274,12 @@ async fn run(
         Tokens::AsText => Ids::Dropped,
         Tokens::AsIdsToo => Ids::Kept,
     };
+    // Later would be no better than now, which "too many wait" promises.
+    let (answers, most) = (prompts.len() * n, ready.backend.model().max_waiting);
+    let is_free = generation.max_tokens == 0 && generation.prompt_logprobs.is_none();
+    if answers > most && !is_free {
+        return Err(ApiError::too_many(if n > 1 { "n" } else { field }, answers, most));
+    }
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
     note_dense(state, ready, prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0));
     let mut generations = Vec::with_capacity(prompts.len() * n);

@@ -9,6 +9,13 @@ use super::request::{Context, check_model, encode_error, token_ids};
 use crate::tokenizer::Specials;
 use serde_json::{Value, json};
 
+/// Longest text in bytes that is turned into ids only to be counted, where the context is not longer.
+const LEAST_TEXT_BYTES: usize = 1 << 20;
+/// Bytes of text for each token of the context: no text that anybody writes has so many, so all that fits is counted.
+const BYTES_A_TOKEN: usize = 8;
+/// Most ids that are turned into text, where the context is not longer.
+const LEAST_IDS: usize = 1 << 18;
+
 /// `{prompt}` or `{messages, tools, ..}` to `{tokens, count, max_model_len}`.
 pub(super) fn tokenize(body: &[u8], context: &Context<'_>) -> Result<Value, ApiError> {
     let map = fields::object(body)?;
@@ -25,6 +32,14 @@ pub(super) fn tokenize(body: &[u8], context: &Context<'_>) -> Result<Value, ApiE
             let Some(prompt) = fields.string("prompt")? else {
                 return Err(ApiError::field("prompt", "missing: expected a string, or messages"));
             };
+            let most = LEAST_TEXT_BYTES.max(context.max_model_len.saturating_mul(BYTES_A_TOKEN));
+            if prompt.len() > most {
+                let message = format!(
+                    "expected at most {most} bytes, found {}: count the tokens of its parts",
+                    prompt.len()
+                );
+                return Err(ApiError::field("prompt", message));
+            }
             let encoded = match add_special {
                 Some(false) => tokenizer.encode(prompt, Specials::Recognised),
                 _ => tokenizer.encode_prompt(prompt, usize::MAX),
@@ -47,6 +62,13 @@ pub(super) fn detokenize(body: &[u8], context: &Context<'_>) -> Result<Value, Ap
     let Some(tokens) = fields.array("tokens")? else {
         return Err(ApiError::field("tokens", "missing: expected a list of token ids"));
     };
+    let most = LEAST_IDS.max(context.max_model_len);
+    if tokens.len() > most {
+        return Err(ApiError::field(
+            "tokens",
+            format!("expected at most {most} ids, found {}", tokens.len()),
+        ));
+    }
     let ids = token_ids("tokens", tokens)?;
     let tokenizer = context.dialect.tokenizer();
     if let Some(id) = ids.iter().find(|&&id| id as usize >= tokenizer.vocab_size()) {

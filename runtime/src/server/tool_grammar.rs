@@ -3,6 +3,7 @@
 use crate::constraint::Shape;
 use crate::text::{ToolFormat, is_bare_text};
 use crate::tokenizer::Tokenizer;
+use llguidance::regex_to_lark;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -40,7 +41,16 @@ pub(super) fn shape(
                     let _ = write!(arguments, " arg_{at}_{number}{optional}");
                     // The reader takes it the same way, or quotes would be read as a part of the text.
                     let typed = match (is_bare_text(schema), texts(schema)) {
-                        (true, None) => "TEXT".to_owned(),
+                        (true, None) => match bare_text(schema)
+                            .map_err(|error| format!("{}: {name}: {error}", name_of(tool)))?
+                        {
+                            None => "TEXT".to_owned(),
+                            Some(bounds) => {
+                                let terminal = format!("TEXT_{at}_{number}");
+                                let _ = writeln!(grammar, "{terminal}: {bounds}");
+                                terminal
+                            }
+                        },
                         (true, Some(texts)) => {
                             format!(
                                 "({})",
@@ -125,6 +135,82 @@ fn with_definitions(schema: &Value, tool: &Value) -> Value {
         }
     }
     schema
+}
+
+const DATE: &str = "[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|[12][0-9]))";
+const TIME: &str = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
+
+/// What schemas of dates, times and keys, which client libraries write, say of a text.
+const FORMATS: [(&str, &[&str]); 4] = [
+    ("date", &[DATE]),
+    ("time", &[TIME]),
+    ("date-time", &[DATE, "[tT]", TIME]),
+    ("uuid", &["[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"]),
+];
+
+/// What a schema says of a string that is written without quotes, as the terminal of a grammar; `None` where it says nothing.
+fn bare_text(schema: &Value) -> Result<Option<String>, String> {
+    let mut all = Vec::new();
+    let length = |name: &str| match &schema[name] {
+        Value::Null => Ok(None),
+        // As the grammars of strings in JSON count them.
+        found => match found.as_u64().and_then(|length| u32::try_from(length).ok()) {
+            Some(length) => Ok(Some(length)),
+            None => Err(format!("{name}: expected a whole number below 2^32, found {found}")),
+        },
+    };
+    match (length("minLength")?, length("maxLength")?) {
+        (None | Some(0), None) => {}
+        (least, Some(most)) if least > Some(most) => return Err("minLength is above maxLength".to_owned()),
+        (least, most) => {
+            let most = most.map_or(String::new(), |most| most.to_string());
+            all.push(format!("/(?s:.){{{},{most}}}/", least.unwrap_or(0)));
+        }
+    }
+    match &schema["pattern"] {
+        Value::Null => {}
+        Value::String(pattern) => all.push(format!("/{}/", whole_text(pattern)?)),
+        other => return Err(format!("pattern: expected a string, found {other}")),
+    }
+    if let Some(format) = schema["format"].as_str() {
+        let known = FORMATS.iter().find(|(name, _)| *name == format).ok_or_else(|| {
+            format!("format: {format:?} cannot be held to: give a pattern, or use \"auto\"")
+        })?;
+        all.push(format!("/{}/", known.1.concat()));
+    }
+    Ok((!all.is_empty()).then(|| all.join(" & ")))
+}
+
+/// A pattern, which may stand anywhere in a text, as one of the whole text.
+fn whole_text(pattern: &str) -> Result<String, String> {
+    let (mut escaped, mut in_class, mut depth, mut alternatives, mut last_is_end) =
+        (false, false, 0, false, false);
+    for c in pattern.chars() {
+        last_is_end = c == '$' && !escaped && !in_class;
+        if escaped {
+            escaped = false;
+            continue;
+        }
+        match c {
+            '\\' => escaped = true,
+            '[' => in_class = true,
+            ']' => in_class = false,
+            '(' if !in_class => depth += 1,
+            ')' if !in_class => depth -= 1,
+            '|' if !in_class && depth == 0 => alternatives = true,
+            _ => {}
+        }
+    }
+    let begin = pattern.starts_with('^');
+    if alternatives && (begin || last_is_end) {
+        return Err(
+            "pattern: ^ and $ beside | are not supported: put the alternatives into parentheses".to_owned()
+        );
+    }
+    let inner = pattern.strip_prefix('^').unwrap_or(pattern);
+    let inner = if last_is_end { inner.strip_suffix('$').unwrap_or(inner) } else { inner };
+    let any = |is_bound: bool| if is_bound { "" } else { "(?s:.*)" };
+    Ok(format!("{}(?:{}){}", any(begin), regex_to_lark(inner, "dw"), any(last_is_end)))
 }
 
 fn quote(text: &str) -> String {

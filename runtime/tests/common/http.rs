@@ -36,6 +36,8 @@ struct Inner {
     hanging: Mutex<Vec<UnboundedSender<Event>>>,
     /// Where a test needs more than [`MAX_MODEL_LEN`].
     long_context: OnceLock<usize>,
+    /// Where a test needs a short queue.
+    max_waiting: OnceLock<usize>,
 }
 
 /// The scripted engine's context, unless a test makes it longer.
@@ -71,6 +73,7 @@ impl Backend for Scripted {
             max_model_len: self.0.long_context.get().copied().unwrap_or(MAX_MODEL_LEN),
             vocab_size: 4096,
             ranks: 8,
+            max_waiting: self.0.max_waiting.get().copied().unwrap_or(256),
             index_topk: Some(48),
         }
     }
@@ -81,6 +84,16 @@ impl Backend for Scripted {
 }
 
 impl Scripted {
+    /// Says what it does with one more request.
+    pub(crate) fn add(&self, script: Script) {
+        self.0.scripts.lock().unwrap().push_back(script);
+    }
+
+    /// Makes the queue shorter.
+    pub(crate) fn shorten_queue(&self, max_waiting: usize) {
+        self.0.max_waiting.set(max_waiting).unwrap();
+    }
+
     /// Makes the context longer.
     pub(crate) fn extend_context(&self, max_model_len: usize) {
         self.0.long_context.set(max_model_len).unwrap();
