@@ -112,6 +112,9 @@ impl Device {
         let mut context = MaybeUninit::uninit();
         // SAFETY: a pointer to a context handle, which is written on success.
         let retained = unsafe { sys::cuDevicePrimaryCtxRetain(context.as_mut_ptr(), raw) };
+        if retained == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(CudaError::Full { ordinal, name });
+        }
         check(retained, "cuDevicePrimaryCtxRetain")?;
         let device = Self {
             // SAFETY: written above.

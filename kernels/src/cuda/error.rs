@@ -42,6 +42,16 @@ pub enum CudaError {
         /// What is needed.
         least: (i32, i32),
     },
+    /// A GPU on which nothing more fits, not even what a program needs to begin.
+    #[error(
+        "GPU {ordinal} ({name}): its memory is full; `nvidia-smi` says which programs have it: end one, or choose another GPU with --device cuda:N or --devices"
+    )]
+    Full {
+        /// Its number.
+        ordinal: usize,
+        /// Its name.
+        name: String,
+    },
     /// Memory.
     #[error(
         "GPU {ordinal}: out of memory for {what}: {bytes} bytes wanted, {free} of {total} free; use more ranks or a smaller quantisation, or lower --max-model-len and --max-num-seqs"
