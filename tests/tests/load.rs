@@ -196,7 +196,9 @@ fn memory_stays_where_it_is() {
     // Buffers of a step grow with its rows, for each form of attention: no prompt may be longer than these. A word has six
     // characters with its space, so at most as many tokens.
     const LONGEST: [u64; 2] = [96, 31];
-    LONGEST.map(|tokens| ask_for((0..tokens).collect()));
+    for tokens in LONGEST {
+        assert_eq!(ask_for((0..tokens).collect()), tokens);
+    }
     let requests: usize =
         std::env::var("SHARDMILL_LOAD_REQUESTS").ok().and_then(|text| text.parse().ok()).unwrap_or(250);
     // Until every thread has its buffers and every block was used.
