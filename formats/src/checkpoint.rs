@@ -2,7 +2,7 @@
 
 use crate::digest::chunk_digest;
 use crate::manifest::{Layout, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, RankManifest, TensorEntry};
-use crate::map::{FileState, MappedFile, open_regular};
+use crate::map::{FileState, FileWatch, MappedFile, open_regular};
 use crate::{Digest, Error, TensorView};
 use bytes::Bytes;
 use std::collections::HashMap;
@@ -164,6 +164,19 @@ impl RankShard {
     /// [`Error::Changed`], or [`Error::Io`], naming it.
     pub fn check_unchanged(&self) -> Result<(), Error> {
         self.state.check(&self.path)
+    }
+
+    /// What the file was when it was mapped.
+    pub fn state(&self) -> &FileState {
+        &self.state
+    }
+
+    /// Opens the file again, to watch whether its bytes stay what they were when it was mapped.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], or [`Error::Io`], naming it.
+    pub fn watch(&self) -> Result<FileWatch, Error> {
+        FileWatch::open(&self.path, &self.state)
     }
 
     /// Holds chunk `chunk` of the file against its digest.
