@@ -182,7 +182,11 @@ pub fn check_same_model(served: &Manifest, new: &Manifest) -> Result<(), ReloadE
         return refused("ranks", served.ranks.to_string(), new.ranks.to_string());
     }
     if served.model != new.model {
-        let json = |manifest: &Manifest| serde_json::to_value(&manifest.model).unwrap_or_default();
+        // By way of text, in which numbers of 32 bits are as short as they are in the file.
+        let json = |manifest: &Manifest| -> Value {
+            let text = serde_json::to_string(&manifest.model).unwrap_or_default();
+            serde_json::from_str(&text).unwrap_or_default()
+        };
         let (field, expected, found) = difference("model", &json(served), &json(new));
         return refused(&field, expected, found);
     }
@@ -216,7 +220,6 @@ fn difference(path: &str, old: &Value, new: &Value) -> (String, String, String) 
         }
         _ => None,
     };
-    // Numbers that differ as floats only may look the same.
     deeper.unwrap_or_else(|| (path.to_owned(), old.to_string(), new.to_string()))
 }
 

@@ -10,7 +10,7 @@ use std::process::Command;
 pub enum Other {
     /// The last norm, which every rank has whole: other answers.
     Norm,
-    /// Some rows of `lm_head`, which rank 0 has: other answers where those words are likely.
+    /// The rows of `lm_head` that rank 0 has, each in the place of the one before: other words where those were said.
     FirstWords,
 }
 
@@ -28,15 +28,14 @@ pub fn convert_other(other: Other, dir: &Path, name: &str, ranks: usize) -> Path
         match (other, tensor) {
             (Other::Norm, "output_norm.weight") => {
                 for (at, value) in own.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                    let scale = if at % 3 == 0 { 0.25 } else { 1.5 };
+                    let scale = if at % 2 == 0 { 0.1 } else { 2.0 };
                     *value = (f32::from_le_bytes(*value) * scale).to_le_bytes();
                 }
             }
             (Other::FirstWords, "output.weight") => {
                 let rows = usize::try_from(shape.dims()[0]).unwrap();
                 let row = own.len() / rows;
-                let last = own[(rows / ranks - 1) * row..rows / ranks * row].to_vec();
-                own[..row].copy_from_slice(&last);
+                own[..rows / ranks * row].rotate_left(row);
             }
             _ => return None,
         }
