@@ -13,8 +13,8 @@ use std::sync::atomic::AtomicBool;
 
 /// Bad input or usage.
 const BAD_INPUT: u8 = 2;
-/// The only word on a mapped file that is not there any more.
-const FAULT: &str = "shardmill: error: a file that was being read became shorter, or its disk failed: the source or a rank file changed while it was in use; what was written so far does not open\n";
+/// What to know about a mapped file that is not there any more.
+const ADVICE: &str = "it changed while it was in use, and what was written so far does not open";
 /// 128 + SIGINT, as shells expect.
 const INTERRUPTED: u8 = 130;
 
@@ -35,7 +35,8 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<Outcome> {
     let interrupt = Arc::new(AtomicBool::new(false));
-    formats::map::end_on_fault(FAULT).map_err(|e| anyhow!("cannot watch for faults of mapped files: {e}"))?;
+    formats::map::end_on_fault("shardmill", ADVICE)
+        .map_err(|e| anyhow!("cannot watch for faults of mapped files: {e}"))?;
     watch_signals(&interrupt).map_err(|e| anyhow!("cannot watch for signals: {e}"))?;
     Ok(cli.run(interrupt)?)
 }

@@ -2,7 +2,7 @@
 
 use crate::digest::chunk_digest;
 use crate::manifest::{Layout, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, RankManifest, TensorEntry};
-use crate::map::{FileState, MappedFile, open_regular};
+use crate::map::{FileState, FileWatch, MappedFile, open_regular};
 use crate::{Digest, Error, TensorView};
 use bytes::Bytes;
 use std::collections::HashMap;
@@ -166,6 +166,19 @@ impl RankShard {
         self.state.check(&self.path)
     }
 
+    /// What the file was when it was mapped.
+    pub fn state(&self) -> &FileState {
+        &self.state
+    }
+
+    /// Opens the file again, to watch whether its bytes stay what they were when it was mapped.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], or [`Error::Io`], naming it.
+    pub fn watch(&self) -> Result<FileWatch, Error> {
+        FileWatch::open(&self.path, &self.state)
+    }
+
     /// Holds chunk `chunk` of the file against its digest.
     ///
     /// # Errors
@@ -188,6 +201,15 @@ impl RankShard {
     /// # Panics
     /// When the manifest has no such chunk.
     pub fn damaged_chunk(&self, chunk: usize) -> Error {
+        let range = self.manifest.chunk(chunk);
+        self.damaged(chunk, &self.bytes[range.start as usize..range.end as usize])
+    }
+
+    /// The same of a chunk that was read to `bytes`, whatever is mapped.
+    ///
+    /// # Panics
+    /// When the manifest has no such chunk, or these are not as many bytes.
+    pub fn damaged(&self, chunk: usize, bytes: &[u8]) -> Error {
         let manifest = &self.manifest;
         let range = manifest.chunk(chunk);
         Error::Chunk {
@@ -196,15 +218,17 @@ impl RankShard {
             chunk,
             start: range.start,
             end: range.end,
-            tensors: self.damaged_in(&range),
+            tensors: self.damaged_in(&range, bytes),
         }
     }
 
     /// The tensors of a range whose own digests are wrong; when there are none, all that have no digest of their own.
-    fn damaged_in(&self, range: &Range<u64>) -> String {
+    fn damaged_in(&self, range: &Range<u64>, bytes: &[u8]) -> String {
         const SHOWN: usize = 3;
-        let own = |entry: &TensorEntry| &self.bytes[entry.bytes.0 as usize..entry.bytes.1 as usize];
-        let wrong = |entry: &TensorEntry| entry.blake3.map(|digest| digest != Digest::of(own(entry)));
+        let place = |at: u64| at.checked_sub(range.start).map(|at| at as usize);
+        // Where a manifest gives a tensor a digest that crosses chunks, this one says nothing of it.
+        let own = |entry: &TensorEntry| bytes.get(place(entry.bytes.0)?..place(entry.bytes.1)?);
+        let wrong = |entry: &TensorEntry| Some(entry.blake3? != Digest::of(own(entry)?));
         let (mut damaged, mut suspects) = (Vec::new(), Vec::new());
         if range.start < self.manifest.data_start {
             suspects.push("the header");

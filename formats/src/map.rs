@@ -4,17 +4,24 @@
     reason = "a mapping is unsafe to make, because another program may change the file under it; so is the handler of what happens then"
 )]
 
+mod fault;
+
+pub use fault::end_on_fault;
+
 use crate::Error;
 use bytes::Bytes;
+use fault::Named;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::path::{Path, PathBuf};
 
 /// A file mapped into memory for reading. The file itself is closed again: a mapping needs no descriptor.
 #[derive(Debug)]
-pub struct MappedFile(memmap2::Mmap);
+pub struct MappedFile {
+    /// Before the mapping, so that it goes first.
+    _named: Named,
+    map: memmap2::Mmap,
+}
 
 impl MappedFile {
     /// Maps the whole of a regular file.
@@ -31,7 +38,7 @@ impl MappedFile {
         // file meanwhile makes reads fault, see `end_on_fault`; digests in the manifests are how changed bytes are found.
         let map =
             unsafe { memmap2::Mmap::map(file) }.map_err(|source| Error::io(path, "cannot map", source))?;
-        Ok(Self(map))
+        Ok(Self { _named: Named::new(&map, path), map })
     }
 
     /// Maps a file and shares its bytes: slices of the result keep the mapping alive.
@@ -75,6 +82,20 @@ impl FileState {
         }
     }
 
+    /// Which file it is and what its times are, in words that are equal where states are: device, inode, length, both times.
+    pub fn words(&self) -> [i128; 7] {
+        let (device, inode) = self.file;
+        [
+            device.into(),
+            inode.into(),
+            self.len.into(),
+            self.modified.0.into(),
+            self.modified.1.into(),
+            self.changed.0.into(),
+            self.changed.1.into(),
+        ]
+    }
+
     /// When it was last written to, in seconds and nanoseconds since 1970.
     pub fn modified(&self) -> (i64, i64) {
         self.modified
@@ -91,45 +112,45 @@ impl FileState {
     }
 }
 
-/// What [`end_on_fault`] writes.
-static LAST_LINE: OnceLock<&'static str> = OnceLock::new();
-
-/// Makes the program say `line` on stderr and end with exit code 2 when a mapped page cannot be had (SIGBUS): its file became
-/// shorter, or its disk fails. Without this the system ends it without a word. Nothing else runs: no destructor, no flush.
-///
-/// `line` ends with a line break. The first call's line is the one that is written.
-///
-/// # Errors
-/// The system's, when it takes no handler.
-pub fn end_on_fault(line: &'static str) -> std::io::Result<()> {
-    LAST_LINE.get_or_init(|| line);
-    let handler: extern "C" fn(libc::c_int) = fault;
-    // SAFETY: a sigaction is plain numbers and pointers, of which all zeroes are none.
-    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    action.sa_sigaction = handler as libc::sighandler_t;
-    // SAFETY: the handler has the signature that an action without SA_SIGINFO calls, lives as long as the program and calls
-    // what a handler may; both pointers are to a live action, or null, which asks for no former one.
-    match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) } {
-        0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
-    }
+/// A file whose bytes are in use, and whether they still are those that were there when it was looked at first. Its name may
+/// meanwhile go to another file, and it may lose its own.
+#[derive(Debug)]
+pub struct FileWatch {
+    file: File,
+    path: PathBuf,
+    len: u64,
+    modified: (i64, i64),
 }
 
-/// All threads of a program may come here at once.
-extern "C" fn fault(_signal: libc::c_int) {
-    static FIRST: AtomicBool = AtomicBool::new(true);
-    if !FIRST.swap(false, Ordering::Relaxed) {
-        loop {
-            // SAFETY: waits for a signal and touches nothing; a handler may call it. The first thread is about to end the program.
-            unsafe { libc::pause() };
+impl FileWatch {
+    /// Opens the file that was in `state` when it was looked at.
+    ///
+    /// # Errors
+    /// [`Error::Changed`] when it is another one by now, or [`Error::Io`]; both name it.
+    pub fn open(path: &Path, state: &FileState) -> Result<Self, Error> {
+        let file = open_regular(path)?;
+        let metadata = file.metadata().map_err(|source| Error::io(path, "cannot look at it", source))?;
+        if FileState::new(&metadata) != *state {
+            return Err(Error::Changed { path: path.to_owned() });
         }
+        Ok(Self { file, path: path.to_owned(), len: state.len, modified: state.modified })
     }
-    let line = LAST_LINE.get().copied().unwrap_or_default();
-    // SAFETY: the pointer and the length are of one static text, and a handler may call both functions (POSIX, 2.4.3). A stderr
-    // that takes nothing is no reason to go on.
-    unsafe {
-        libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
-        libc::_exit(2);
+
+    /// Whether nobody has written to it or changed its length. Takes a microsecond.
+    pub fn is_unchanged(&self) -> bool {
+        self.file
+            .metadata()
+            .is_ok_and(|now| now.len() == self.len && (now.mtime(), now.mtime_nsec()) == self.modified)
+    }
+
+    /// The file, to be read.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The name that it had when it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 }
 
@@ -148,6 +169,6 @@ pub fn open_regular(path: &Path) -> Result<File, Error> {
 
 impl AsRef<[u8]> for MappedFile {
     fn as_ref(&self) -> &[u8] {
-        &self.0
+        &self.map
     }
 }

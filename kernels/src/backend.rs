@@ -5,6 +5,7 @@ use crate::shape::{MlaShape, MoeShape};
 use crate::step::Step;
 use formats::{Dtype, TensorView};
 use std::ops::Range;
+use zerocopy::FromZeros;
 
 /// A device and its arithmetic. One value serves one rank, on one thread.
 ///
@@ -372,6 +373,15 @@ pub struct HostBuffer(Vec<f32>);
 
 impl HostBuffer {
     /// `len` zeros. Pages are not touched until they are used.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the system gives none.
+    pub fn new(len: usize) -> Result<Self, Error> {
+        let bytes = len.saturating_mul(size_of::<f32>());
+        f32::new_vec_zeroed(len).map(Self).map_err(|_| Error::Memory { bytes })
+    }
+
+    /// `len` zeros, of which there are few enough.
     pub fn zeros(len: usize) -> Self {
         Self(vec![0.0; len])
     }
@@ -391,7 +401,7 @@ impl HostBuffer {
 macro_rules! in_host_memory {
     () => {
         fn zeros(&self, len: usize) -> Result<HostBuffer, Error> {
-            Ok(HostBuffer::zeros(len))
+            HostBuffer::new(len)
         }
 
         fn write(&mut self, buffer: &mut HostBuffer, values: &[f32]) {
@@ -403,7 +413,7 @@ macro_rules! in_host_memory {
         }
 
         fn cache(&mut self, slots: usize, width: usize) -> Result<HostBuffer, Error> {
-            Ok(HostBuffer::zeros(slots * width))
+            HostBuffer::new(slots * width)
         }
 
         fn write_cache(&mut self, cache: &mut HostBuffer, values: &[f32]) {

@@ -38,6 +38,14 @@ pub enum Error {
         /// The instruction set.
         isa: Isa,
     },
+    /// Memory of the host.
+    #[error(
+        "out of memory for activations and cache: {bytes} bytes wanted; lower --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens"
+    )]
+    Memory {
+        /// Bytes wanted.
+        bytes: usize,
+    },
     /// The worker threads could not be started.
     #[error("cannot start {threads} worker threads: {cause}")]
     Threads {

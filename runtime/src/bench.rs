@@ -14,8 +14,8 @@ use crate::device::{DeviceOptions, LoadMode};
 use crate::engine::{Arithmetic, EngineOptions};
 use crate::kv_cache::BlockPool;
 use crate::model::Model;
-use crate::rank::{RankGroup, on_gpu};
-use crate::upload::{Digests, LoadPlan};
+use crate::rank::{RankGroup, RankPart, on_gpu};
+use crate::upload::LoadPlan;
 use formats::Digest;
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
@@ -25,7 +25,6 @@ use kernels::cuda::{Cuda, Tiling};
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// What is measured.
@@ -282,14 +281,10 @@ impl Bench {
         let (runner, device, notes) = match gpus.as_deref() {
             Some([gpu]) => {
                 checkpoint.rank_manifests()?;
-                let plan = LoadPlan {
-                    mode: options.device.load_mode,
-                    digests: Digests::Skip,
-                    threads: 8,
-                    stop: Arc::new(AtomicBool::new(false)),
-                };
+                let plan = LoadPlan { mode: options.device.load_mode, threads: 8, stop: Arc::default() };
                 let (backend, end) = alone(gpu, &limits, manifest.model.hidden_size)?;
-                let model = on_gpu(backend, end, &checkpoint.rank(0)?, &manifest.model, limits, &plan)?;
+                let part = RankPart::open(&checkpoint, 0)?;
+                let (model, _) = on_gpu(backend, end, &part, &manifest.model, limits, &plan)?;
                 (Runner::One(Box::new(model)), name_of(gpu), Vec::new())
             }
             gpus => {
@@ -299,7 +294,8 @@ impl Bench {
                     device: options.device.clone(),
                     ..EngineOptions::default()
                 };
-                let group = RankGroup::start(&checkpoint, &engine, limits)?;
+                let parts = RankPart::open_all(&checkpoint)?;
+                let group = RankGroup::start(&manifest.model, parts, &engine, limits, &Arc::default())?;
                 let device = match gpus {
                     Some(gpus) => gpus.iter().map(|gpu| name_of(gpu)).collect::<Vec<_>>().join(", "),
                     None => "processor".to_owned(),

@@ -2,8 +2,11 @@
 
 mod bench;
 mod generate;
+mod log;
 mod logits;
+mod notify;
 mod reference;
+mod reload;
 mod serve;
 
 use clap::builder::FalseyValueParser;
@@ -13,6 +16,7 @@ use indicatif::ProgressBar;
 use runtime::device::{CommunicatorChoice, Device, DeviceOptions, LoadMode, ordinals};
 use runtime::engine::{Arithmetic, Engine, EngineOptions};
 use runtime::scheduler::PrefixCache;
+use runtime::verify::Verify;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -32,6 +36,7 @@ Examples:
   shardrun generate ./glm-5 --prompt 'What is 2+2?'
   shardrun logits ./glm-5 --tokens ids.json --out logits.safetensors
   shardrun bench ./glm-5 --device cuda
+  shardrun reload --dir ./glm-5-new               other weights under a running server
   shardrun completions bash > /etc/bash_completion.d/shardrun";
 
 #[derive(Debug, Subcommand)]
@@ -40,6 +45,7 @@ enum Command {
     Generate(generate::Generate),
     Logits(logits::Logits),
     Bench(bench::Bench),
+    Reload(reload::Reload),
     Completions(reference::Completions),
     Man(reference::Man),
 }
@@ -90,17 +96,16 @@ pub(crate) fn run() -> Result<ExitCode, Error> {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("SHARDRUN_LOG").unwrap_or_else(|_| "warn".into()),
-        )
-        .init();
+    log::start(match &cli.command {
+        Command::Serve(serve) => serve.log_format,
+        _ => log::LogFormat::Text,
+    });
     match cli.command {
         Command::Serve(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Logits(command) => command.run(),
         Command::Bench(command) => command.run(),
+        Command::Reload(command) => command.run(),
         Command::Completions(command) => command.run(),
         Command::Man(command) => command.run(),
     }
@@ -116,7 +121,7 @@ fn refuse(error: &clap::Error) -> Result<ExitCode, Error> {
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
             Err(Error::Usage(
-                "a command is missing: serve, generate, logits, bench, completions or man; see `shardrun --help`"
+                "a command is missing: serve, generate, logits, bench, reload, completions or man; see `shardrun --help`"
                     .into(),
             ))
         }
@@ -164,9 +169,9 @@ struct EngineArgs {
     /// Compute every prompt whole, even where its beginning is still in the cache
     #[arg(long, env = "SHARDRUN_NO_ENABLE_PREFIX_CACHING", value_parser = FalseyValueParser::new())]
     no_enable_prefix_caching: bool,
-    /// Hold every byte against its digest before anything is loaded
-    #[arg(long, env = "SHARDRUN_VERIFY", value_parser = FalseyValueParser::new())]
-    verify: bool,
+    /// Which bytes are held against their digests when they are loaded: auto (rank files that were not found right before), always (every file; --verify alone means this) or never
+    #[arg(long, env = "SHARDRUN_VERIFY", value_name = "WHEN", num_args = 0..=1, require_equals = true, default_value = "auto", default_missing_value = "always", value_parser = |text: &str| text.parse::<Verify>())]
+    verify: Verify,
     #[command(flatten)]
     device: DeviceArgs,
 }

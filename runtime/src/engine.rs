@@ -1,7 +1,12 @@
 //! The engine: requests in, a stream of tokens out for each.
 
+mod lanes;
+mod reloader;
+mod scrub;
+mod together;
 mod worker;
 
+pub use together::Together;
 pub use worker::not_numbers;
 
 use crate::Error;
@@ -11,21 +16,27 @@ use crate::kv_cache::{BlockHash, BlockPool};
 use crate::logprobs::TokenLogprobs;
 use crate::metrics::{Load, Metrics};
 use crate::rank::RankGroup;
+use crate::reload::{ReloadError, ReloadReport, ReloadRequest};
 use crate::sampler::SamplingParams;
-use crate::scheduler::{PrefixCache, Scheduler, SchedulerLimits};
+use crate::scheduler::PrefixCache;
+use crate::status::Status;
 use crate::thinking::ThinkingBudget;
+use crate::verify::Verify;
 use formats::ModelConfig;
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
 use kernels::step::BLOCK_TOKENS;
+use lanes::{Command, Lanes};
+use reloader::{Reloader, worker};
+use scrub::Scrubber;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
-use worker::{Command, Ticket, Worker};
+use worker::{Submission, Ticket};
 
 /// How a checkpoint is run.
 #[derive(Clone, Debug)]
@@ -49,8 +60,10 @@ pub struct EngineOptions {
     pub arithmetic: Arithmetic,
     /// What it runs on.
     pub device: DeviceOptions,
-    /// Whether every byte is held against its digest before anything is loaded.
-    pub verify: bool,
+    /// Which bytes are held against their digests when they are loaded.
+    pub verify: Verify,
+    /// Time between two readings of all rank files against their digests; `None`: they are read when they are loaded only.
+    pub scrub_interval: Option<Duration>,
 }
 
 impl Default for EngineOptions {
@@ -65,7 +78,8 @@ impl Default for EngineOptions {
             prefix_cache: PrefixCache::On,
             arithmetic: Arithmetic::Fast,
             device: DeviceOptions::default(),
-            verify: false,
+            verify: Verify::Auto,
+            scrub_interval: None,
         }
     }
 }
@@ -100,6 +114,8 @@ pub struct GenerationRequest {
     pub thinking: Option<ThinkingBudget>,
     /// Prompts with different salts share nothing in the prefix cache.
     pub cache_salt: Option<BlockHash>,
+    /// Which others are answered by the same weights: clones of a request are.
+    pub together: Together,
 }
 
 impl GenerationRequest {
@@ -115,6 +131,7 @@ impl GenerationRequest {
             constraint: None,
             thinking: None,
             cache_salt: None,
+            together: Together::default(),
         }
     }
 }
@@ -211,6 +228,8 @@ pub struct EngineHandle {
     stopped: watch::Receiver<Option<String>>,
     model: Arc<ModelInfo>,
     metrics: Arc<Metrics>,
+    /// `None` where ranks were made by hand: there are no files to load from.
+    reloader: Option<Arc<Reloader>>,
 }
 
 /// What clients may know of the model that runs.
@@ -248,10 +267,9 @@ impl EngineHandle {
         }
         let ticket = Ticket::draw(&self.waiting, max_waiting)?;
         let (events, stream) = mpsc::unbounded_channel();
-        let (request, arrival) = (Box::new(request), Instant::now());
-        if self.commands.send(Command::Submit { request, events, ticket, arrival }).is_err() {
-            let cause = self.stopped.borrow().clone().unwrap_or_else(|| "it was shut down".to_owned());
-            return Err(Refusal::Stopped { cause });
+        let submission = Submission { request, events, ticket, arrival: Instant::now() };
+        if self.commands.send(Command::Submit(Box::new(submission))).is_err() {
+            return Err(Refusal::Stopped { cause: self.cause() });
         }
         Ok(stream)
     }
@@ -264,6 +282,32 @@ impl EngineHandle {
     /// What it counts.
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
+    }
+
+    /// Loads other weights of the same model and lets new requests have them; waits until that is done. What has begun ends on
+    /// the weights that it began with.
+    ///
+    /// # Errors
+    /// [`ReloadError`]: everything is as it was.
+    pub fn reload(&self, request: &ReloadRequest) -> Result<ReloadReport, ReloadError> {
+        self.reloader.as_ref().ok_or_else(ReloadError::stopped)?.reload(request)
+    }
+
+    /// What is served now; `None` where ranks were made by hand.
+    pub fn status(&self) -> Option<Status> {
+        self.reloader.as_ref().map(|reloader| reloader.status())
+    }
+
+    /// Why new requests should go elsewhere, where they should.
+    pub fn trouble(&self) -> Option<String> {
+        if let Some(cause) = &*self.stopped.borrow() {
+            return Some(format!("the engine has stopped: {cause}"));
+        }
+        self.reloader.as_ref()?.trouble()
+    }
+
+    fn cause(&self) -> String {
+        self.stopped.borrow().clone().unwrap_or_else(|| "it was shut down".to_owned())
     }
 
     /// Waits until the engine has ended, and says why.
@@ -289,8 +333,8 @@ impl ModelInfo {
 pub struct Engine {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,
+    scrubber: Option<Scrubber>,
     name: String,
-    ranks: usize,
 }
 
 impl Engine {
@@ -301,13 +345,6 @@ impl Engine {
     pub fn start(dir: &Path, options: &EngineOptions) -> Result<Self, Error> {
         let checkpoint = Checkpoint::open(dir)?;
         let manifest = checkpoint.manifest();
-        if options.verify {
-            match options.device.device {
-                Device::Cpu => crate::verify::verify(&checkpoint)?,
-                // Rank files are checked on their way to the GPU.
-                Device::Cuda(_) => crate::verify::verify_small_files(&checkpoint)?,
-            }
-        }
         let (limits, max_model_len) = limits(&manifest.model, manifest.ranks, options)?;
         if options.device.device == Device::Cpu {
             check_memory(limits.cache_blocks.saturating_mul(block_bytes(
@@ -317,26 +354,62 @@ impl Engine {
             )))?;
         }
         let begin = Instant::now();
-        let group = RankGroup::start(&checkpoint, options, limits)?;
-        let load = Load {
-            seconds: begin.elapsed().as_secs_f64(),
-            rank_bytes: manifest.rank_files.iter().map(|file| file.bytes).collect(),
-        };
+        let (group, served, records) = reloader::first(dir, &checkpoint, options, limits)?;
+        let load = served.load(begin.elapsed().as_secs_f64());
+        let sizes = (limits, max_model_len);
+        let mut engine =
+            Self::of(manifest.name.clone(), &manifest.model, (group, manifest.ranks), sizes, options, load)?;
+        let (commands, metrics) = (engine.handle.commands.clone(), Arc::clone(&engine.handle.metrics));
+        let reloader = Arc::new(Reloader::new(options.clone(), sizes, commands, metrics, records, served));
+        if let Some(interval) = options.scrub_interval {
+            let scrubber = Scrubber::start(Arc::clone(&reloader), interval)
+                .map_err(|e| Error::Stopped(format!("cannot start the scrubbing thread: {e}")))?;
+            engine.scrubber = Some(scrubber);
+        }
+        engine.handle.reloader = Some(reloader);
+        Ok(engine)
+    }
+
+    /// An engine on ranks that were made by hand, which have no files to be loaded from again.
+    ///
+    /// # Errors
+    /// [`Error`] naming the option that does not suit the model.
+    pub fn with(
+        group: RankGroup,
+        ranks: usize,
+        model: &ModelConfig,
+        options: &EngineOptions,
+    ) -> Result<Self, Error> {
+        let sizes = limits(model, ranks, options)?;
+        Self::of("model".to_owned(), model, (group, ranks), sizes, options, Load::default())
+    }
+
+    /// Sizes that [`Engine::with`] expects the ranks to be made for.
+    ///
+    /// # Errors
+    /// As [`Engine::with`].
+    pub fn limits(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> Result<StepLimits, Error> {
+        Ok(limits(model, ranks, options)?.0)
+    }
+
+    fn of(
+        name: String,
+        model: &ModelConfig,
+        (group, ranks): (RankGroup, usize),
+        (limits, max_model_len): (StepLimits, usize),
+        options: &EngineOptions,
+        load: Load,
+    ) -> Result<Self, Error> {
         let metrics = Arc::new(Metrics::new(limits.cache_blocks, load));
         let (commands, inbox) = channel();
         let (stopped_tx, stopped) = watch::channel(None);
         let waiting = Arc::new(AtomicUsize::new(0));
-        let scheduler_limits = SchedulerLimits {
-            max_num_seqs: options.max_num_seqs,
-            max_num_batched_tokens: options.max_num_batched_tokens,
-            prefix_cache: options.prefix_cache,
-        };
-        let scheduler = Scheduler::new(scheduler_limits, BlockPool::new(limits.cache_blocks));
-        let worker = Worker::new(group, scheduler, max_model_len, Arc::clone(&metrics));
+        let worker = worker(1, group, options, (limits, max_model_len), &metrics);
+        let lanes = Lanes::new(worker, max_model_len, Arc::clone(&metrics));
         let thread = std::thread::Builder::new()
             .name("engine".to_owned())
             .spawn(move || {
-                let cause = worker.run(&inbox);
+                let cause = lanes.run(&inbox);
                 // Nobody may be waiting for it.
                 let _ = stopped_tx.send(Some(cause));
             })
@@ -347,14 +420,15 @@ impl Engine {
             stopped,
             model: Arc::new(ModelInfo {
                 max_model_len,
-                vocab_size: manifest.model.vocab_size,
-                ranks: manifest.ranks,
+                vocab_size: model.vocab_size,
+                ranks,
                 max_waiting: options.max_waiting,
-                index_topk: manifest.model.indexer.as_ref().map(|indexer| indexer.index_topk),
+                index_topk: model.indexer.as_ref().map(|indexer| indexer.index_topk),
             }),
             metrics,
+            reloader: None,
         };
-        Ok(Self { handle, thread: Some(thread), name: manifest.name.clone(), ranks: manifest.ranks })
+        Ok(Self { handle, thread: Some(thread), scrubber: None, name })
     }
 
     /// The way in.
@@ -369,7 +443,7 @@ impl Engine {
 
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
-        self.ranks
+        self.handle.model.ranks
     }
 
     /// Ends what runs and waits for it.
@@ -381,6 +455,10 @@ impl Engine {
         // A closed channel means that it has ended already.
         let _ = self.handle.commands.send(Command::Stop);
         let _ = self.thread.take().map(JoinHandle::join);
+        self.scrubber = None;
+        if let Some(reloader) = &self.handle.reloader {
+            reloader.end();
+        }
     }
 }
 

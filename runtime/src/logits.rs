@@ -5,10 +5,11 @@ use crate::batch::Logits as Rows;
 use crate::device::DeviceOptions;
 use crate::engine::{Arithmetic, EngineOptions, not_numbers};
 use crate::kv_cache::BlockPool;
-use crate::rank::RankGroup;
+use crate::rank::{RankGroup, RankPart};
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
 use std::path::Path;
+use std::sync::Arc;
 
 /// What a [`LogitsRunner`] computed.
 #[derive(Clone, Debug)]
@@ -73,7 +74,8 @@ impl LogitsRunner {
             device: options.device.clone(),
             ..EngineOptions::default()
         };
-        let group = RankGroup::start(&checkpoint, &engine, limits)?;
+        let (model, parts) = (&checkpoint.manifest().model, RankPart::open_all(&checkpoint)?);
+        let group = RankGroup::start(model, parts, &engine, limits, &Arc::default())?;
         let blocks = BlockPool::new(blocks).take(blocks).expect("a new pool is all free");
         Ok(Self { group, blocks, chunk, max_len })
     }

@@ -5,11 +5,11 @@ mod cli;
 use std::io::Write;
 use std::process::ExitCode;
 
-/// The only word on a mapped file that is not there any more.
-const FAULT: &str = "shardrun: error: a rank file that was being read became shorter, or its disk failed: it changed while it was in use; copy or convert the checkpoint again\n";
+/// What to do about a mapped file that is not there any more.
+const ADVICE: &str = "it changed while it was in use: copy or convert the checkpoint again, and write new weights beside those that are served, never into them";
 
 fn main() -> ExitCode {
-    if let Err(error) = formats::map::end_on_fault(FAULT) {
+    if let Err(error) = formats::map::end_on_fault("shardrun", ADVICE) {
         let _ =
             writeln!(std::io::stderr(), "shardrun: error: cannot watch for faults of mapped files: {error}");
         return ExitCode::from(2);

@@ -2,9 +2,8 @@
 
 use crate::engine::FinishReason;
 use std::fmt::Write;
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Seconds, upper ends of a histogram's buckets.
@@ -27,7 +26,8 @@ pub struct Metrics {
     running: AtomicU64,
     waiting: AtomicU64,
     blocks_used: AtomicU64,
-    blocks: u64,
+    blocks: AtomicU64,
+    on_older_weights: AtomicU64,
     prompt_tokens: AtomicU64,
     generation_tokens: AtomicU64,
     prefix_queries: AtomicU64,
@@ -41,16 +41,46 @@ pub struct Metrics {
     pub(crate) inter_token_latency: Histogram,
     pub(crate) e2e_latency: Histogram,
     pub(crate) queue_time: Histogram,
-    load: Load,
+    reloads: [AtomicU64; 3],
+    scrubs: [AtomicU64; 2],
+    load: Mutex<Load>,
 }
 
-/// How a checkpoint was loaded.
+/// How the weights that are served were loaded, and what scrubbing found of them.
 #[derive(Clone, Debug, Default)]
 pub struct Load {
     /// Seconds until every rank was ready.
     pub seconds: f64,
-    /// Bytes of each rank's file.
-    pub rank_bytes: Vec<u64>,
+    /// Which set of weights this is, counted from 1.
+    pub generation: u64,
+    /// Digest of the rank files' digests.
+    pub digest: String,
+    /// By rank.
+    pub ranks: Vec<RankLoad>,
+}
+
+/// How a rank was loaded.
+#[derive(Clone, Debug, Default)]
+pub struct RankLoad {
+    /// Bytes of its file.
+    pub bytes: u64,
+    /// Seconds that reading or mapping it took.
+    pub seconds: f64,
+    /// Bytes read in a second, in GB; `None` where the file was mapped and not read.
+    pub gb_per_s: Option<f64>,
+    /// Whether the last scrubbing found it damaged or could not read it.
+    pub is_damaged: bool,
+}
+
+/// How a reload ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reloaded {
+    /// New weights are served.
+    Done,
+    /// Everything is as it was.
+    Refused,
+    /// There was nothing new.
+    Nothing,
 }
 
 /// What a moment of the engine looks like.
@@ -59,7 +89,18 @@ pub(crate) struct Moment {
     pub(crate) running: usize,
     pub(crate) waiting: usize,
     pub(crate) blocks_used: usize,
+    pub(crate) blocks: usize,
     pub(crate) preemptions: u64,
+}
+
+impl Moment {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.running += other.running;
+        self.waiting += other.waiting;
+        self.blocks_used += other.blocks_used;
+        self.blocks += other.blocks;
+        self.preemptions += other.preemptions;
+    }
 }
 
 impl Metrics {
@@ -70,7 +111,8 @@ impl Metrics {
             running: zero(),
             waiting: zero(),
             blocks_used: zero(),
-            blocks: blocks as u64,
+            blocks: AtomicU64::new(blocks as u64),
+            on_older_weights: zero(),
             prompt_tokens: zero(),
             generation_tokens: zero(),
             prefix_queries: zero(),
@@ -84,11 +126,16 @@ impl Metrics {
             inter_token_latency: Histogram::new(BETWEEN_TOKENS),
             e2e_latency: Histogram::new(REQUEST),
             queue_time: Histogram::new(REQUEST),
-            load,
+            reloads: [zero(), zero(), zero()],
+            scrubs: [zero(), zero()],
+            load: Mutex::new(load),
         }
     }
 
-    pub(crate) fn set(&self, moment: Moment) {
+    /// `older` of those that run do so on weights that new requests no longer go to.
+    pub(crate) fn set(&self, moment: Moment, older: usize) {
+        self.on_older_weights.store(older as u64, Ordering::Relaxed);
+        self.blocks.store(moment.blocks as u64, Ordering::Relaxed);
         self.running.store(moment.running as u64, Ordering::Relaxed);
         self.waiting.store(moment.waiting as u64, Ordering::Relaxed);
         self.blocks_used.store(moment.blocks_used as u64, Ordering::Relaxed);
@@ -121,13 +168,33 @@ impl Metrics {
         self.failed.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(crate) fn reloaded(&self, how: Reloaded) {
+        self.reloads[how as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn loaded(&self, load: Load) {
+        *self.load() = load;
+    }
+
+    /// A rank's file was read again: whether it was as it should be.
+    pub(crate) fn scrubbed(&self, rank: usize, is_damaged: bool) {
+        self.scrubs[usize::from(is_damaged)].fetch_add(1, Ordering::Relaxed);
+        if let Some(rank) = self.load().ranks.get_mut(rank) {
+            rank.is_damaged = is_damaged;
+        }
+    }
+
+    fn load(&self) -> MutexGuard<'_, Load> {
+        self.load.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Everything in Prometheus' text format, labelled with the model's name.
     pub fn render(&self, model: &str) -> String {
         let mut page = Page { out: String::new(), model: escape(model) };
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
         page.one("vllm:num_requests_running", "gauge", "Requests that run.", read(&self.running));
         page.one("vllm:num_requests_waiting", "gauge", "Requests that wait.", read(&self.waiting));
-        let usage = read(&self.blocks_used) / (self.blocks.max(1) as f64);
+        let usage = read(&self.blocks_used) / read(&self.blocks).max(1.0);
         page.one("vllm:kv_cache_usage_perc", "gauge", "Share of the cache in use, 0 to 1.", usage);
         for (name, help, counter) in [
             ("vllm:prompt_tokens_total", "Tokens of prompts.", &self.prompt_tokens),
@@ -164,12 +231,58 @@ impl Metrics {
         ] {
             page.histogram(name, help, histogram);
         }
-        page.one("shardrun_load_seconds", "gauge", "Until every rank was ready.", self.load.seconds);
-        page.head("shardrun_rank_bytes", "gauge", "Size of each rank's weights.");
-        for (rank, &bytes) in self.load.rank_bytes.iter().enumerate() {
-            page.value("shardrun_rank_bytes", &format!(",rank=\"{rank}\""), bytes as f64);
-        }
+        self.render_weights(&mut page);
         page.out
+    }
+
+    /// What is known of the weights, under names of our own.
+    fn render_weights(&self, page: &mut Page) {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
+        let load = self.load().clone();
+        page.one("shardrun_load_seconds", "gauge", "Until every rank was ready.", load.seconds);
+        page.one(
+            "shardrun_generation",
+            "counter",
+            "Which set of weights is served, counted from 1.",
+            load.generation as f64,
+        );
+        page.head("shardrun_checkpoint_info", "gauge", "1, with the digest of the weights that are served.");
+        page.value("shardrun_checkpoint_info", &format!(",digest=\"{}\"", load.digest), 1.0);
+        page.one(
+            "shardrun_requests_on_older_weights",
+            "gauge",
+            "Requests that end on weights that were served before.",
+            read(&self.on_older_weights),
+        );
+        page.head("shardrun_reloads_total", "counter", "Reloads by how they ended.");
+        for (result, counter) in ["done", "refused", "nothing"].iter().zip(&self.reloads) {
+            page.value("shardrun_reloads_total", &format!(",result=\"{result}\""), read(counter));
+        }
+        page.head("shardrun_scrubbed_files_total", "counter", "Rank files read again, by what was found.");
+        for (result, counter) in ["right", "damaged"].iter().zip(&self.scrubs) {
+            page.value("shardrun_scrubbed_files_total", &format!(",result=\"{result}\""), read(counter));
+        }
+        type OfRank = fn(&RankLoad) -> Option<f64>;
+        let of_ranks: [(&str, &str, OfRank); 4] = [
+            ("shardrun_rank_bytes", "Size of each rank's weights.", |rank| Some(rank.bytes as f64)),
+            ("shardrun_rank_load_seconds", "Time that loading each rank took.", |rank| Some(rank.seconds)),
+            (
+                "shardrun_rank_load_bytes_per_second",
+                "How fast each rank's file was read, where it was.",
+                |rank| rank.gb_per_s.map(|rate| rate * 1e9),
+            ),
+            ("shardrun_rank_damaged", "1 where scrubbing found the file damaged or unreadable.", |rank| {
+                Some(u8::from(rank.is_damaged).into())
+            }),
+        ];
+        for (name, help, of_rank) in of_ranks {
+            page.head(name, "gauge", help);
+            for (number, rank) in load.ranks.iter().enumerate() {
+                if let Some(value) = of_rank(rank) {
+                    page.value(name, &format!(",rank=\"{number}\""), value);
+                }
+            }
+        }
     }
 }
 
@@ -246,8 +359,15 @@ mod tests {
 
     #[test]
     fn the_page_is_prometheus_text() {
-        let metrics = Metrics::new(10, Load { seconds: 1.5, rank_bytes: vec![7, 8] });
-        metrics.set(Moment { running: 2, waiting: 3, blocks_used: 5, preemptions: 1 });
+        let rank = |bytes, gb_per_s| RankLoad { bytes, seconds: 0.5, gb_per_s, is_damaged: false };
+        let ranks = vec![rank(7, None), rank(8, Some(2.0))];
+        let metrics = Metrics::new(10, Load { seconds: 1.5, generation: 1, digest: "ab".to_owned(), ranks });
+        let moment = |running| Moment { running, waiting: 1, blocks_used: 2, blocks: 4, preemptions: 1 };
+        let mut sum = moment(1);
+        sum.add(Moment { waiting: 2, blocks_used: 3, blocks: 6, ..moment(1) });
+        metrics.set(sum, 1);
+        metrics.reloaded(Reloaded::Refused);
+        metrics.scrubbed(1, true);
         metrics.prompt_done(100, 64);
         metrics.finished(FinishReason::Length);
         for millis in [1, 30, 30, 100_000] {
@@ -268,6 +388,15 @@ mod tests {
         assert_eq!((value(&bucket("+Inf")), value("vllm:inter_token_latency_seconds_count")), (4.0, 4.0));
         assert!((value("vllm:inter_token_latency_seconds_sum") - 100.061).abs() < 1e-9);
         assert_eq!(value(&format!("shardrun_rank_bytes{label},rank=\"1\"}}")), 8.0);
+        assert_eq!(value(&format!("shardrun_rank_load_bytes_per_second{label},rank=\"1\"}}")), 2e9);
+        assert!(!page.contains(&format!("shardrun_rank_load_bytes_per_second{label},rank=\"0\"")));
+        assert_eq!(
+            [0, 1].map(|rank| value(&format!("shardrun_rank_damaged{label},rank=\"{rank}\"}}"))),
+            [0.0, 1.0]
+        );
+        assert_eq!(value(&format!("shardrun_reloads_total{label},result=\"refused\"}}")), 1.0);
+        assert_eq!(value(&format!("shardrun_checkpoint_info{label},digest=\"ab\"}}")), 1.0);
+        assert_eq!(value("shardrun_requests_on_older_weights"), 1.0);
         for line in page.lines().filter(|line| !line.starts_with('#')) {
             let (name, _) = line.split_once('{').unwrap();
             let family =

@@ -1,5 +1,9 @@
 //! Ranks: one thread each, all of one process and one config, walking through every step together.
 
+mod part;
+
+pub use part::{LoadFault, RankPart};
+
 use crate::Error;
 use crate::batch::Batch;
 use crate::comm::{Communicator, Local, Peer, SharedGpu};
@@ -7,10 +11,11 @@ use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
 use crate::load::{load, mla_shape};
 use crate::model::Model;
-use crate::upload::{Digests, LoadPlan, upload};
-use formats::checkpoint::{Checkpoint, RankShard};
+use crate::upload::{LoadPlan, Upload, upload};
+use formats::checkpoint::RankShard;
 use formats::layout::Layout;
 use formats::manifest::TensorEntry;
+use formats::map::FileWatch;
 use formats::{Dtype, ModelConfig};
 use kernels::cpu::Cpu;
 use kernels::cuda::{Cuda, Tiling};
@@ -33,6 +38,8 @@ pub struct RankGroup {
     batch: Arc<Batch>,
     logits: Vec<f32>,
     vocab_size: usize,
+    /// Files whose mapped bytes are the weights.
+    watches: Vec<Arc<FileWatch>>,
 }
 
 #[derive(Debug)]
@@ -41,7 +48,12 @@ struct RankHandle {
     thread: Option<JoinHandle<()>>,
     logit_rows: Range<usize>,
     logits: Arc<Mutex<Vec<f32>>>,
+    /// Where a GPU has its bytes.
+    upload: Option<Upload>,
 }
+
+/// What a rank's thread makes before its first step: the model, and where a GPU has its file.
+type Made<B, C> = Result<(Model<B, C>, Option<Upload>), Error>;
 
 /// A rank could not finish a step; the group is of no use any more.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -54,132 +66,109 @@ pub struct RankStopped {
 }
 
 impl RankGroup {
-    /// Loads every rank on a thread of its own and waits until all are ready; if one is not, none stays.
+    /// Loads every rank on a thread of its own and waits until all are ready; if one is not, none stays. `stop` ends it early when
+    /// it is set, and is set by the first rank that fails.
     ///
     /// # Errors
-    /// [`Error`] of the first rank that failed, naming file and tensor.
+    /// [`LoadFault`] of the first rank that failed, naming file and tensor.
     pub fn start(
-        checkpoint: &Checkpoint,
+        config: &ModelConfig,
+        parts: Vec<RankPart>,
         options: &EngineOptions,
         limits: StepLimits,
-    ) -> Result<Self, Error> {
-        let manifest = checkpoint.manifest();
-        let ranks = manifest.ranks;
+        stop: &Arc<AtomicBool>,
+    ) -> Result<Self, LoadFault> {
+        let ranks = parts.len();
         let threads = threads_per_rank(options.threads, ranks);
-        let config = Arc::new(manifest.model.clone());
-        checkpoint.rank_manifests()?;
-        let shards = (0..ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
+        let config = Arc::new(config.clone());
         let gpus = options.device.open(ranks)?;
         let longest = limits.max_rows * config.hidden_size;
-        let stop = Arc::new(AtomicBool::new(false));
-        let (ready_tx, ready) = sync_channel(ranks);
-        let (results_tx, results) = sync_channel(ranks);
-        let mut handles = Vec::with_capacity(ranks);
-        let mut spawn = |rank: usize, run: Box<dyn FnOnce(Link) + Send>| {
-            let (steps_tx, steps) = sync_channel(1);
-            let logits = Arc::new(Mutex::new(Vec::new()));
-            let link = Link {
-                rank,
-                ready: ready_tx.clone(),
-                steps,
-                results: results_tx.clone(),
-                logits: Arc::clone(&logits),
-            };
-            let thread = std::thread::Builder::new()
-                .name(format!("rank-{rank}"))
-                .spawn(move || run(link))
-                .map_err(|e| kernels::Error::Threads { threads: ranks, cause: e.to_string() })?;
-            let (steps, thread) = (Some(steps_tx), Some(thread));
-            handles.push(RankHandle { steps, thread, logit_rows: 0..0, logits });
-            Ok::<_, Error>(())
-        };
+        let mut launch = Launch::new(ranks);
+        let mut watches = Vec::new();
         match gpus {
             None => {
-                for ((rank, shard), communicator) in
-                    shards.into_iter().enumerate().zip(Local::group(ranks, longest))
+                watches.extend(parts.iter().map(|part| Arc::clone(&part.watch)));
+                for ((rank, part), communicator) in
+                    parts.into_iter().enumerate().zip(Local::group(ranks, longest))
                 {
                     let (config, arithmetic) = (Arc::clone(&config), options.arithmetic);
-                    spawn(
-                        rank,
-                        Box::new(move |link| match arithmetic {
-                            Arithmetic::Fast => {
-                                link.run(|| {
-                                    on_host(Cpu::new(threads)?, communicator, &shard, &config, limits)
-                                });
-                            }
-                            Arithmetic::Reference => {
-                                link.run(|| on_host(Reference::new(), communicator, &shard, &config, limits));
-                            }
-                        }),
-                    )?;
+                    launch.spawn(rank, move |link| match arithmetic {
+                        Arithmetic::Fast => {
+                            link.run(|| {
+                                on_host(Cpu::new(threads)?, communicator, &part.shard, &config, limits)
+                            });
+                        }
+                        Arithmetic::Reference => {
+                            link.run(|| {
+                                on_host(Reference::new(), communicator, &part.shard, &config, limits)
+                            });
+                        }
+                    })?;
                 }
             }
             Some(gpus) => {
                 if options.arithmetic == Arithmetic::Reference {
                     let expected = "--device cpu with it: the slow arithmetic is the processor's".to_owned();
-                    return Err(Error::Option {
-                        option: "--precise",
-                        expected,
-                        found: "--device cuda".to_owned(),
-                    });
+                    let found = "--device cuda".to_owned();
+                    return Err(Error::Option { option: "--precise", expected, found }.into());
                 }
-                let digests = if options.verify { Digests::Check } else { Digests::Skip };
                 let (mode, threads) = (options.device.load_mode, threads.max(2));
-                let plan = LoadPlan { mode, digests, threads, stop: Arc::clone(&stop) };
+                let plan = LoadPlan { mode, threads, stop: Arc::clone(stop) };
                 let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
                 match options.device.communicator {
                     CommunicatorChoice::Auto | CommunicatorChoice::Local if one => {
                         let ends = SharedGpu::group(&gpus[0], ranks, longest)?;
-                        for (((rank, shard), gpu), end) in shards.into_iter().enumerate().zip(gpus).zip(ends)
-                        {
+                        for (((rank, part), gpu), end) in parts.into_iter().enumerate().zip(gpus).zip(ends) {
                             let (config, plan) = (Arc::clone(&config), plan.clone());
-                            let make = move || on_gpu(Cuda::new(&gpu)?, end, &shard, &config, limits, &plan);
-                            spawn(rank, Box::new(|link| link.run(make)))?;
+                            let make = move || on_gpu(Cuda::new(&gpu)?, end, &part, &config, limits, &plan);
+                            launch.spawn(rank, |link| link.run(make))?;
                         }
                     }
                     CommunicatorChoice::Auto | CommunicatorChoice::Peer => {
                         let ends = Peer::group(&gpus, longest)?;
-                        for (((rank, shard), gpu), end) in shards.into_iter().enumerate().zip(gpus).zip(ends)
-                        {
+                        for (((rank, part), gpu), end) in parts.into_iter().enumerate().zip(gpus).zip(ends) {
                             let (config, plan) = (Arc::clone(&config), plan.clone());
                             let make = move || {
                                 let mut backend = Cuda::new(&gpu)?;
                                 end.test(&mut backend)?;
-                                on_gpu(backend, end, &shard, &config, limits, &plan)
+                                on_gpu(backend, end, &part, &config, limits, &plan)
                             };
-                            spawn(rank, Box::new(|link| link.run(make)))?;
+                            launch.spawn(rank, |link| link.run(make))?;
                         }
                     }
                     CommunicatorChoice::Local => {
                         let expected = "one GPU for all ranks, with --devices".to_owned();
                         let found = "several GPUs".to_owned();
-                        return Err(Error::Option { option: "--communicator local", expected, found });
+                        return Err(Error::Option { option: "--communicator local", expected, found }.into());
                     }
                 }
             }
         }
-        drop(ready_tx);
-        let vocab_size = config.vocab_size;
-        // From here on its end waits for the threads: a process must not go while some of them talk to a GPU.
-        let mut group =
-            Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size };
-        let mut failed = None;
-        for _ in 0..ranks {
-            let Ok((rank, result)) = ready.recv() else {
-                return Err(
-                    failed.unwrap_or(Error::Stopped("a rank's thread ended while loading".to_owned()))
-                );
-            };
-            match result {
-                Ok(rows) => group.ranks[rank].logit_rows = rows,
-                Err(error) => {
-                    stop.store(true, Ordering::Relaxed);
-                    // Those that stop because of it are not the cause.
-                    failed.get_or_insert(error);
-                }
-            }
+        let mut group = launch.finish(config.vocab_size, stop)?;
+        group.watches = watches;
+        Ok(group)
+    }
+
+    /// A group of ranks that are made by these functions, each on the thread of its rank.
+    ///
+    /// # Errors
+    /// [`LoadFault`] of the first that failed.
+    pub fn of<B, C, F>(makes: Vec<F>, vocab_size: usize) -> Result<Self, LoadFault>
+    where
+        B: Backend,
+        C: Communicator<B>,
+        F: FnOnce() -> Result<Model<B, C>, Error> + Send + 'static,
+    {
+        let mut launch = Launch::new(makes.len());
+        for (rank, make) in makes.into_iter().enumerate() {
+            launch.spawn(rank, |link| link.run(|| Ok((make()?, None))))?;
         }
-        failed.map_or(Ok(group), Err)
+        launch.finish(vocab_size, &Arc::default())
+    }
+
+    /// Where GPUs have the ranks' files; none where ranks are on the processor.
+    pub fn uploads(&self) -> impl Iterator<Item = Option<&Upload>> {
+        self.ranks.iter().map(|handle| handle.upload.as_ref())
     }
 
     /// Rows of the vocabulary.
@@ -206,6 +195,10 @@ impl RankGroup {
         }
         self.wait()?;
         self.batch = batch;
+        // What was written to a mapped file is what was computed with.
+        if let Some(rank) = self.watches.iter().position(|watch| !watch.is_unchanged()) {
+            return Err(RankStopped { rank, cause: RankPart::written_to(&self.watches[rank]) });
+        }
         self.logits.resize(logit_rows * self.vocab_size, 0.0);
         for handle in &self.ranks {
             let part = handle.logits.lock().unwrap_or_else(PoisonError::into_inner);
@@ -248,10 +241,72 @@ impl Drop for RankGroup {
     }
 }
 
+/// Ranks whose threads have been started and are not all ready.
+struct Launch {
+    ranks: Vec<RankHandle>,
+    ready: (SyncSender<Ready>, Receiver<Ready>),
+    results: (SyncSender<(usize, Result<(), String>)>, Receiver<(usize, Result<(), String>)>),
+}
+
+/// A rank's first word.
+struct Ready {
+    rank: usize,
+    loaded: Result<(Range<usize>, Option<Upload>), Error>,
+}
+
+impl Launch {
+    fn new(ranks: usize) -> Self {
+        Self { ranks: Vec::with_capacity(ranks), ready: sync_channel(ranks), results: sync_channel(ranks) }
+    }
+
+    fn spawn(&mut self, rank: usize, run: impl FnOnce(Link) + Send + 'static) -> Result<(), Error> {
+        let (steps_tx, steps) = sync_channel(1);
+        let logits = Arc::new(Mutex::new(Vec::new()));
+        let (ready, results) = (self.ready.0.clone(), self.results.0.clone());
+        let link = Link { rank, ready, steps, results, logits: Arc::clone(&logits) };
+        let thread = std::thread::Builder::new()
+            .name(format!("rank-{rank}"))
+            .spawn(move || run(link))
+            .map_err(|e| kernels::Error::Threads { threads: rank + 1, cause: e.to_string() })?;
+        let (steps, thread) = (Some(steps_tx), Some(thread));
+        self.ranks.push(RankHandle { steps, thread, logit_rows: 0..0, logits, upload: None });
+        Ok(())
+    }
+
+    /// Waits until all are ready.
+    fn finish(self, vocab_size: usize, stop: &AtomicBool) -> Result<RankGroup, LoadFault> {
+        let (Self { ranks, ready: (sender, ready), results: (_, results) }, batch) = (self, Arc::default());
+        drop(sender);
+        let expected = ranks.len();
+        // From here on its end waits for the threads: a process must not go while some of them talk to a GPU.
+        let mut group =
+            RankGroup { ranks, results, batch, logits: Vec::new(), vocab_size, watches: Vec::new() };
+        let mut failed: Option<LoadFault> = None;
+        for _ in 0..expected {
+            let Ok(Ready { rank, loaded }) = ready.recv() else {
+                let ended = || Error::Stopped("a rank's thread ended while loading".to_owned()).into();
+                return Err(failed.unwrap_or_else(ended));
+            };
+            match loaded {
+                Ok((rows, upload)) => {
+                    group.ranks[rank].logit_rows = rows;
+                    group.ranks[rank].upload = upload;
+                }
+                Err(error) => {
+                    stop.store(true, Ordering::Relaxed);
+                    // Those that stop because of it are not the cause.
+                    failed.get_or_insert_with(|| LoadFault::of(rank)(error));
+                }
+            }
+        }
+        failed.map_or(Ok(group), Err)
+    }
+}
+
 /// A rank thread's ends of the channels.
 struct Link {
     rank: usize,
-    ready: SyncSender<(usize, Result<Range<usize>, Error>)>,
+    ready: SyncSender<Ready>,
     steps: Receiver<Arc<Batch>>,
     results: SyncSender<(usize, Result<(), String>)>,
     logits: Arc<Mutex<Vec<f32>>>,
@@ -259,19 +314,20 @@ struct Link {
 
 impl Link {
     /// Makes the model, says whether that went well, and runs every step that comes.
-    fn run<B: Backend, C: Communicator<B>>(self, make: impl FnOnce() -> Result<Model<B, C>, Error>) {
+    fn run<B: Backend, C: Communicator<B>>(self, make: impl FnOnce() -> Made<B, C>) {
         let Self { rank, ready, steps, results, logits } = self;
         let made = catch_unwind(AssertUnwindSafe(make));
-        let mut model = match made.unwrap_or_else(|panic| Err(Error::Stopped(panic_text(&*panic)))) {
-            Ok(model) => model,
+        let made = made.unwrap_or_else(|panic| Err(Error::Stopped(panic_text(&*panic))));
+        let (mut model, upload) = match made {
+            Ok(made) => made,
             Err(error) => {
                 // The group may be gone already, because another rank failed first.
-                let _ = ready.send((rank, Err(error)));
+                let _ = ready.send(Ready { rank, loaded: Err(error) });
                 return;
             }
         };
         let width = model.logit_rows().len();
-        if ready.send((rank, Ok(model.logit_rows()))).is_err() {
+        if ready.send(Ready { rank, loaded: Ok((model.logit_rows(), upload)) }).is_err() {
             return;
         }
         drop(ready);
@@ -307,7 +363,7 @@ fn on_host<B: Backend<Buffer = HostBuffer>>(
     shard: &RankShard,
     config: &ModelConfig,
     limits: StepLimits,
-) -> Result<Model<B, Local>, Error> {
+) -> Made<B, Local> {
     let weights = load(shard, config, |entry, scales| {
         let view = shard.view(entry)?;
         let placed = match scales {
@@ -316,18 +372,19 @@ fn on_host<B: Backend<Buffer = HostBuffer>>(
         };
         placed.map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
     })?;
-    Model::new(backend, communicator, weights, config, limits)
+    Ok((Model::new(backend, communicator, weights, config, limits)?, None))
 }
 
 /// A rank on a GPU: its weights are views of an arena there.
 pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     backend: Cuda,
     communicator: C,
-    shard: &RankShard,
+    part: &RankPart,
     config: &ModelConfig,
     limits: StepLimits,
     plan: &LoadPlan,
-) -> Result<Model<Cuda, C>, Error> {
+) -> Made<Cuda, C> {
+    let shard = &part.shard;
     let matrices: Vec<(Dtype, Tiling)> =
         shard.manifest().tensors.iter().map(|entry| (entry.dtype, tiling(entry))).collect();
     let shape = mla_shape(config, 1);
@@ -335,17 +392,22 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
         // Both take seconds, one the disk and the bus, the other processors.
         let device = backend.device();
         scope.spawn(move || Cuda::compile_for(device, &matrices, &shape));
-        upload(shard, device, plan)
+        match &part.upload {
+            Some(there) => Ok(there.clone()),
+            None => upload(part, device, plan),
+        }
     })?;
-    let seconds = uploaded.elapsed.as_secs_f64();
-    tracing::info!(
-        "{}: {} bytes to GPU {} in {seconds:.2} s ({:.1} GB/s, {:?} reads)",
-        shard.path().display(),
-        uploaded.bytes,
-        backend.device().ordinal(),
-        uploaded.bytes as f64 / seconds / 1e9,
-        uploaded.mode,
-    );
+    if part.upload.is_none() {
+        let seconds = uploaded.elapsed.as_secs_f64();
+        tracing::info!(
+            "{}: {} bytes to GPU {} in {seconds:.2} s ({:.1} GB/s, {:?} reads)",
+            shard.path().display(),
+            uploaded.bytes,
+            backend.device().ordinal(),
+            uploaded.bytes as f64 / seconds / 1e9,
+            uploaded.mode,
+        );
+    }
     let converted = RefCell::new(BTreeMap::<Dtype, (usize, u64)>::new());
     let data_start = shard.manifest().data_start;
     let weights = load(shard, config, |entry, scales| {
@@ -370,7 +432,7 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
             dtype.block_bytes() as f64 * 8.0 / dtype.block_len() as f64,
         );
     }
-    Model::new(backend, communicator, weights, config, limits)
+    Ok((Model::new(backend, communicator, weights, config, limits)?, Some(uploaded)))
 }
 
 /// Order of a tensor's blocks; a layout that is unknown is refused when the tensor is looked up.

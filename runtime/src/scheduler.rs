@@ -93,6 +93,13 @@ impl Scheduler {
         }
     }
 
+    /// Takes those out of the queue that `goes` says of, oldest first.
+    pub fn take_waiting(&mut self, mut goes: impl FnMut(SeqId) -> bool) -> Vec<Sequence> {
+        let (gone, stay) = self.waiting.drain(..).partition(|sequence| goes(sequence.id()));
+        self.waiting = stay;
+        Vec::from(gone)
+    }
+
     /// The next step. Empty only when there is nothing to do.
     pub fn schedule(&mut self, step: &mut Vec<Scheduled>) {
         step.clear();

@@ -1,6 +1,7 @@
 //! OpenAI's HTTP interfaces, as vLLM's users know them, and Anthropic's.
 
 mod accept;
+mod admin;
 mod answer;
 mod anthropic;
 mod api;
@@ -11,6 +12,7 @@ mod error;
 mod fields;
 mod form;
 mod known;
+mod log;
 mod messages;
 mod openai;
 mod openapi;
@@ -26,6 +28,8 @@ pub use auth::ApiKeys;
 
 use crate::dialect::Dialect;
 use crate::engine::{EngineHandle, EventStream, GenerationRequest, ModelInfo, Refusal};
+use crate::reload::{ReloadError, ReloadReport, ReloadRequest};
+use crate::status::Status;
 use axum::http::HeaderValue;
 use std::future::Future;
 use std::net::SocketAddr;
@@ -47,6 +51,18 @@ pub trait Backend: Send + Sync + 'static {
 
     /// What it counts, in Prometheus' text format, labelled with this name.
     fn metrics(&self, model: &str) -> String;
+
+    /// Loads other weights; waits until that is done.
+    ///
+    /// # Errors
+    /// [`ReloadError`]: everything is as it was.
+    fn reload(&self, request: &ReloadRequest) -> Result<ReloadReport, ReloadError>;
+
+    /// What is served now, where that is known.
+    fn status(&self) -> Option<Status>;
+
+    /// Why new requests should go elsewhere, where they should.
+    fn trouble(&self) -> Option<String>;
 }
 
 impl Backend for EngineHandle {
@@ -60,6 +76,18 @@ impl Backend for EngineHandle {
 
     fn metrics(&self, model: &str) -> String {
         Self::metrics(self).render(model)
+    }
+
+    fn reload(&self, request: &ReloadRequest) -> Result<ReloadReport, ReloadError> {
+        Self::reload(self, request)
+    }
+
+    fn status(&self) -> Option<Status> {
+        Self::status(self)
+    }
+
+    fn trouble(&self) -> Option<String> {
+        Self::trouble(self)
     }
 }
 

@@ -6,16 +6,17 @@
 
 use crate::Error;
 use crate::device::LoadMode;
+use crate::rank::RankPart;
 use formats::checkpoint::RankShard;
 use formats::digest::{CHUNK_BYTES, chunk_digest};
-use formats::map::open_regular;
 use kernels::cuda::driver::{Device, Memory, Staging, Stream};
 use rustix::fs::OFlags;
 use rustix::io::{Errno, ReadWriteFlags};
 use std::fs::File;
 use std::io::IoSliceMut;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -50,31 +51,29 @@ pub struct Upload {
     pub mode: LoadMode,
 }
 
-/// How a rank file gets onto a GPU.
+/// How rank files get onto GPUs.
 #[derive(Clone, Debug)]
 pub struct LoadPlan {
-    /// How it is read.
+    /// How they are read.
     pub mode: LoadMode,
-    /// Whether its bytes are checked.
-    pub digests: Digests,
-    /// Threads that read it.
+    /// Threads that read each.
     pub threads: usize,
-    /// Set when another rank has failed: nobody needs this one then.
+    /// Set when nobody needs it any more: another rank has failed, or the engine ends.
     pub stop: Arc<AtomicBool>,
 }
 
-/// Copies the data section of `shard` to `device`.
+/// Copies the data section of a rank's file to `device`.
 ///
 /// # Errors
 /// [`Error`] naming the file, and chunk and tensors when a digest is wrong.
-pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Result<Upload, Error> {
-    let started = Instant::now();
+pub fn upload(part: &RankPart, device: &Arc<Device>, plan: &LoadPlan) -> Result<Upload, Error> {
+    let (started, shard) = (Instant::now(), &part.shard);
     let manifest = shard.manifest();
     let bytes = usize::try_from(manifest.bytes - manifest.data_start).unwrap_or(usize::MAX);
     let what = format!("the weights in {}", shard.path().display());
     let arena = Arc::new(Memory::new(device, bytes, &what).map_err(kernels::Error::from)?);
-    let source = Source::open(shard, plan.mode)?;
-    let chunk_bytes = match plan.digests {
+    let source = Source::open(part, plan.mode)?;
+    let chunk_bytes = match part.digests {
         Digests::Check => CHUNK_BYTES,
         Digests::Skip => UNCHECKED_BYTES,
     };
@@ -82,12 +81,16 @@ pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Resul
     let threads = plan.threads.clamp(1, MOST_THREADS).min(chunks);
     let job = Job {
         shard,
+        digests: part.digests,
         device,
         arena: &arena,
         source: &source,
         plan,
         chunk_bytes,
         threads,
+        started,
+        done: AtomicU64::new(0),
+        told: AtomicU64::new(0),
         next: AtomicUsize::new(0),
         failed: AtomicBool::new(false),
         fault: Mutex::new(None),
@@ -99,18 +102,28 @@ pub fn upload(shard: &RankShard, device: &Arc<Device>, plan: &LoadPlan) -> Resul
     });
     match job.fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some((_, error)) => Err(error),
+        // Chunks that no digest is held against may be of before and after.
+        None if !part.watch.is_unchanged() => {
+            Err(formats::Error::Changed { path: shard.path().to_owned() }.into())
+        }
         None => Ok(Upload { arena, bytes: manifest.bytes, elapsed: started.elapsed(), mode: source.mode() }),
     }
 }
 
 struct Job<'a> {
     shard: &'a RankShard,
+    digests: Digests,
     device: &'a Arc<Device>,
     arena: &'a Arc<Memory>,
     source: &'a Source,
     plan: &'a LoadPlan,
     chunk_bytes: u64,
     threads: usize,
+    started: Instant,
+    /// Bytes so far.
+    done: AtomicU64,
+    /// When that was said last, in milliseconds from the start.
+    told: AtomicU64,
     next: AtomicUsize,
     failed: AtomicBool,
     /// Of the first chunk that failed, so that two runs say the same.
@@ -143,7 +156,7 @@ impl Job<'_> {
         for turn in (0..count).cycle() {
             let chunk = self.next.fetch_add(1, Ordering::Relaxed);
             if self.plan.stop.load(Ordering::Relaxed) {
-                return Err(Error::Stopped("another rank could not be loaded".to_owned()));
+                return Err(Error::Stopped("loading was given up".to_owned()));
             }
             if chunk >= chunks || self.failed.load(Ordering::Relaxed) {
                 break;
@@ -165,7 +178,7 @@ impl Job<'_> {
             path: self.shard.path().to_owned(),
             why: format!("cannot read: {error}"),
         })?;
-        if self.plan.digests == Digests::Check
+        if self.digests == Digests::Check
             && chunk_digest(&bytes[..len], range.start, manifest.bytes) != manifest.chunks[chunk]
         {
             return Err(self.shard.damaged_chunk(chunk).into());
@@ -173,7 +186,29 @@ impl Job<'_> {
         let header = usize::try_from(manifest.data_start.saturating_sub(range.start)).unwrap_or(len).min(len);
         let to = (range.start + header as u64).saturating_sub(manifest.data_start);
         piece.send(header, len - header, stream, self.arena, usize::try_from(to).unwrap_or(usize::MAX));
+        self.tell(self.done.fetch_add(len as u64, Ordering::Relaxed) + len as u64);
         Ok(())
+    }
+
+    /// Says from time to time how far this rank is.
+    fn tell(&self, done: u64) {
+        const EVERY: u64 = 2_000;
+        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let told = self.told.load(Ordering::Relaxed);
+        let due = now >= told + EVERY;
+        if !due || self.told.compare_exchange(told, now, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+            return;
+        }
+        let all = self.shard.manifest().bytes;
+        let rate = done as f64 / 1e6 / now as f64;
+        tracing::info!(
+            "{}: {:.1} of {:.1} GB on GPU {}, {rate:.1} GB/s, {:.0} s left",
+            self.shard.path().display(),
+            done as f64 / 1e9,
+            all as f64 / 1e9,
+            self.device.ordinal(),
+            (all - done) as f64 / 1e9 / rate,
+        );
     }
 }
 
@@ -185,17 +220,21 @@ enum Source {
 }
 
 impl Source {
-    fn open(shard: &RankShard, mode: LoadMode) -> Result<Self, Error> {
-        let path = shard.path();
-        let buffered = open_regular(path)?;
+    fn open(part: &RankPart, mode: LoadMode) -> Result<Self, Error> {
+        let io = |error: std::io::Error| Error::File {
+            path: part.shard.path().to_owned(),
+            why: format!("cannot open it again: {error}"),
+        };
+        let buffered = part.watch.file().try_clone().map_err(io)?;
         let direct = match mode {
             LoadMode::Buffered => false,
             LoadMode::Direct => true,
-            LoadMode::Auto => resident_share(&buffered, shard.manifest().bytes) < 0.5,
+            LoadMode::Auto => resident_share(&buffered, part.shard.manifest().bytes) < 0.5,
         };
         if direct {
             let flag = i32::try_from(OFlags::DIRECT.bits()).expect("an open flag");
-            // A file system that cannot do it says so here.
+            // The same file, whatever has its name by now. A file system that cannot do it says so here.
+            let path = format!("/proc/self/fd/{}", buffered.as_raw_fd());
             if let Ok(file) = File::options().read(true).custom_flags(flag).open(path) {
                 return Ok(Self::Direct(file, buffered));
             }

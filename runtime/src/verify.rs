@@ -1,52 +1,98 @@
-//! Every byte of a checkpoint held against its digest, before anything is loaded from it.
+//! Bytes of a checkpoint held against their digests.
+
+mod records;
+
+pub use records::Records;
 
 use crate::Error;
-use formats::checkpoint::{Checkpoint, RankShard};
+use crate::rank::{LoadFault, RankPart};
+use formats::checkpoint::Checkpoint;
 use formats::manifest::{B3SUMS_FILE, MANIFEST_FILE};
 use formats::{Digest, Error as FormatError};
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-/// Checks all rank files chunk by chunk, on all cores, the files beside them, and the top manifest by the line of B3SUMS.
+/// Which bytes are held against their digests when a checkpoint is loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// Rank files that have no record of having been right (see [`Records`]).
+    #[default]
+    Auto,
+    /// Every file of the checkpoint.
+    Always,
+    /// None.
+    Never,
+}
+
+impl FromStr for Verify {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.to_ascii_lowercase().as_str() {
+            "auto" => Ok(Self::Auto),
+            "always" | "true" | "yes" | "on" | "1" => Ok(Self::Always),
+            "never" | "false" | "no" | "off" | "0" | "" => Ok(Self::Never),
+            _ => Err("expected auto, always or never".to_owned()),
+        }
+    }
+}
+
+/// Checks a rank's file chunk by chunk on `threads` threads, through its mapping; how long that took.
 ///
 /// # Errors
-/// The first damaged chunk, naming rank, chunk and tensors; or the other file that changed.
-pub fn verify(checkpoint: &Checkpoint) -> Result<(), Error> {
-    verify_small_files(checkpoint)?;
-    let manifest = checkpoint.manifest();
-    let shards = (0..manifest.ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
-    let chunks: Vec<(&RankShard, usize)> = shards
-        .iter()
-        .flat_map(|shard| (0..shard.manifest().chunks.len()).map(move |chunk| (shard, chunk)))
-        .collect();
+/// The first damaged chunk, naming rank, chunk and tensors; [`Error::Stopped`] when `stop` is set.
+pub fn weights(part: &RankPart, threads: usize, stop: &AtomicBool) -> Result<Duration, Error> {
+    let begin = Instant::now();
+    let chunks = part.shard.manifest().chunks.len();
     let next = AtomicUsize::new(0);
     let first: Mutex<Option<(usize, FormatError)>> = Mutex::new(None);
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     std::thread::scope(|scope| {
-        for _ in 0..threads.min(chunks.len()) {
+        for _ in 0..threads.clamp(1, chunks.max(1)) {
             scope.spawn(|| {
-                while let Some((i, (shard, chunk))) = claim(&next, &chunks) {
-                    let Err(error) = shard.check_chunk(*chunk) else { continue };
-                    let mut first = first.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    if first.as_ref().is_none_or(|(other, _)| i < *other) {
-                        *first = Some((i, error));
+                while !stop.load(Ordering::Relaxed) {
+                    let chunk = next.fetch_add(1, Ordering::Relaxed);
+                    if chunk >= chunks {
+                        return;
+                    }
+                    let Err(error) = part.shard.check_chunk(chunk) else { continue };
+                    let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
+                    if first.as_ref().is_none_or(|(other, _)| chunk < *other) {
+                        *first = Some((chunk, error));
                     }
                 }
             });
         }
     });
-    match first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+    if stop.load(Ordering::Relaxed) {
+        return Err(Error::Stopped("checking was given up".to_owned()));
+    }
+    match first.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some((_, error)) => Err(error.into()),
-        None => Ok(()),
+        None => Ok(begin.elapsed()),
     }
 }
 
-/// Checks the files beside the weights and the top manifest, for callers that check the weights themselves.
+/// Checks these ranks one after the other; how long each took.
+///
+/// # Errors
+/// [`LoadFault`] of the first that is damaged.
+pub fn ranks<'a>(
+    parts: impl IntoIterator<Item = (usize, &'a RankPart)>,
+    threads: usize,
+    stop: &AtomicBool,
+) -> Result<Vec<(usize, Duration)>, LoadFault> {
+    let check = |(rank, part)| Ok((rank, weights(part, threads, stop).map_err(LoadFault::of(rank))?));
+    parts.into_iter().map(check).collect()
+}
+
+/// Checks the files beside the weights and the top manifest, the latter by its line of B3SUMS.
 ///
 /// # Errors
 /// The file that changed.
-pub fn verify_small_files(checkpoint: &Checkpoint) -> Result<(), Error> {
+pub fn small_files(checkpoint: &Checkpoint) -> Result<(), Error> {
     for side in &checkpoint.manifest().files {
         check_file(&checkpoint.dir().join(&side.file), &side.blake3.to_string())?;
     }
@@ -77,9 +123,4 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
         let why = format!("cannot read: {e}; copy or convert it again");
         Error::File { path: path.to_owned(), why }
     })
-}
-
-fn claim<'a, T>(next: &AtomicUsize, items: &'a [T]) -> Option<(usize, &'a T)> {
-    let i = next.fetch_add(1, Ordering::Relaxed);
-    items.get(i).map(|item| (i, item))
 }

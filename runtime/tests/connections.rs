@@ -8,6 +8,7 @@ mod http;
 
 use http::{Script, TestServer};
 use runtime::engine::{Event, FinishReason};
+use runtime::reload::{Obstacle, ReloadError, ReloadRequest};
 use runtime::server::ApiKeys;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -272,4 +273,68 @@ fn tls_is_spoken_with_the_certificate_that_was_given() {
     let [_, wrong] = self::certificate(other.path()).unwrap();
     let error = runtime::server::Tls::open(&certificate, &wrong).unwrap_err();
     assert!(error.contains("key.pem: expected the key of the certificate"), "{error}");
+}
+
+#[test]
+fn weights_are_exchanged_for_who_may_ask() {
+    let server = TestServer::start([]);
+    let reload = |server: &TestServer, headers: &str, body: &str| {
+        let mut stream = TcpStream::connect(server.address).unwrap();
+        let request = format!(
+            "POST /admin/reload HTTP/1.1\r\n{headers}content-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut bytes = Vec::new();
+        stream.read_to_end(&mut bytes).unwrap();
+        http::Response::parse(&bytes)
+    };
+    let response =
+        reload(&server, "host: localhost\r\n", r#"{"dir": "/new", "ranks": [2, 0], "in_place": true}"#);
+    assert_eq!((response.status, &response.json()["dir"]), (200, &json!("/new")));
+    let asked =
+        ReloadRequest { dir: Some("/new".into()), ranks: Some(vec![2, 0]), verify: true, in_place: true };
+    assert_eq!(server.engine.reloads(), [asked]);
+    // A page in a browser, whatever its name points to.
+    for headers in ["host: localhost\r\norigin: http://localhost\r\n", "host: evil.example\r\n"] {
+        assert_eq!(reload(&server, headers, "{}").error(403)["code"], "forbidden");
+    }
+    assert_eq!(server.get("/admin/ranks").json()["generation"], 1);
+    let fault = ReloadError {
+        obstacle: Obstacle::Checkpoint,
+        rank: Some(3),
+        tensor: Some("model.norm.weight".to_owned()),
+        cause: "damaged".to_owned(),
+    };
+    server.engine.fail_reloads(fault.clone());
+    let response = reload(&server, "host: localhost\r\n", "{}");
+    let error = &response.json()["error"];
+    assert_eq!((response.status, &error["message"]), (422, &json!("rank 3: damaged")));
+    assert_eq!((&error["rank"], &error["tensor"]), (&json!(3), &json!("model.norm.weight")));
+    for (obstacle, status) in
+        [(Obstacle::Conflict, 409), (Obstacle::Request("ranks"), 400), (Obstacle::Stopped, 503)]
+    {
+        server.engine.fail_reloads(ReloadError { obstacle, ..fault.clone() });
+        assert_eq!(reload(&server, "host: localhost\r\n", "{}").status, status);
+    }
+    // With keys they are what counts.
+    let server = TestServer::with_options([], |options| options.api_keys = ApiKeys::new(["one"]));
+    reload(&server, "host: localhost\r\n", "{}").error(401);
+    assert_eq!(reload(&server, "host: far.example\r\nx-api-key: one\r\n", "{}").status, 200);
+}
+
+#[test]
+fn alive_is_not_ready() {
+    let server = TestServer::loading(|_| ());
+    assert_eq!([server.get("/health/live").status, server.get("/health/ready").status], [200, 503]);
+    server.get("/admin/ranks").error(503);
+    let server = TestServer::start([]);
+    assert_eq!([server.get("/health/live").status, server.get("/health/ready").status], [200, 200]);
+    server.engine.set_trouble(Some("a rank is gone"));
+    let ready = server.get("/health/ready");
+    assert_eq!((ready.status, &ready.json()["cause"]), (503, &json!("a rank is gone")));
+    assert_eq!(server.get("/health").json(), ready.json());
+    assert_eq!(server.get("/health/live").status, 200);
+    server.engine.set_trouble(None);
+    assert_eq!(server.get("/health").status, 200);
 }

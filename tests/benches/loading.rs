@@ -10,9 +10,10 @@
 //! on tmpfs. PYTHON has torch and safetensors; fastsafetensors is left out where it cannot be imported.
 #![allow(clippy::unwrap_used, reason = "a measurement fails by panicking")]
 
-use formats::checkpoint::{Checkpoint, RankShard};
+use formats::checkpoint::Checkpoint;
 use kernels::cuda::driver::{Device, Memory, Staging, Stream};
 use runtime::device::LoadMode;
+use runtime::rank::RankPart;
 use runtime::upload::{Digests, LoadPlan, MOST_THREADS, upload};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -36,7 +37,8 @@ struct Arguments {
 
 fn main() {
     let Arguments { checkpoint, gpu, cold, python, json } = arguments();
-    let shard = Checkpoint::open(&checkpoint).unwrap().rank(0).unwrap();
+    let mut part = RankPart::open(&Checkpoint::open(&checkpoint).unwrap(), 0).unwrap();
+    let shard = part.shard.clone();
     let device = Device::open(gpu).unwrap();
     let bytes = shard.manifest().bytes;
     let mut seconds: BTreeMap<String, Vec<f64>> = BTreeMap::new();
@@ -48,7 +50,7 @@ fn main() {
             eprintln!("round {round} of {ROUNDS}: {what}: {time:.3} s");
             seconds.entry(what.to_owned()).or_default().push(time);
         };
-        measure(&shard, &device, cold, &python, &mut note);
+        measure(&mut part, &device, cold, &python, &mut note);
     }
     let bus = bus(&device);
     let lines: Vec<(String, f64)> = seconds
@@ -83,16 +85,17 @@ fn main() {
 }
 
 fn measure(
-    shard: &RankShard,
+    part: &mut RankPart,
     device: &Arc<Device>,
     cold: bool,
     python: &str,
     note: &mut impl FnMut(&str, f64),
 ) {
+    let path = part.shard.path().to_owned();
     let ready = || {
         if cold {
-            let path = format!("of={}", shard.path().display());
-            success(Command::new("dd").arg(path).args([
+            let file = format!("of={}", path.display());
+            success(Command::new("dd").arg(file).args([
                 "oflag=nocache",
                 "conv=notrunc,fdatasync",
                 "count=0",
@@ -106,20 +109,21 @@ fn measure(
     ] {
         ready();
         let threads = std::thread::available_parallelism().unwrap().get().clamp(2, MOST_THREADS);
-        let plan = LoadPlan { mode, digests, threads, stop: Arc::default() };
-        let done = upload(shard, device, &plan).unwrap();
+        let plan = LoadPlan { mode, threads, stop: Arc::default() };
+        part.digests = digests;
+        let done = upload(part, device, &plan).unwrap();
         note(what, done.elapsed.as_secs_f64());
     }
     if cold {
         ready();
         let started = Instant::now();
-        let path = format!("if={}", shard.path().display());
-        success(Command::new("dd").arg(path).args(["of=/dev/null", "bs=16M", "iflag=direct"]));
+        let file = format!("if={}", path.display());
+        success(Command::new("dd").arg(file).args(["of=/dev/null", "bs=16M", "iflag=direct"]));
         note("dd iflag=direct, to nowhere", started.elapsed().as_secs_f64());
     }
     for loader in ["safetensors", "fastsafetensors"] {
         ready();
-        match peer(python, loader, shard.path(), device.ordinal()) {
+        match peer(python, loader, &path, device.ordinal()) {
             Ok(seconds) => note(loader, seconds),
             Err(why) => eprintln!("NOT RUN: {loader}: {why}"),
         }

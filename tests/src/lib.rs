@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "what the tests share fails as a test does")]
 
 pub mod server;
+pub mod weights;
 
 use runtime::device::{Device, DeviceOptions};
 use safetensors::{Dtype, SafeTensors};

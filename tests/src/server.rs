@@ -3,8 +3,14 @@
 use crate::{bundled, program};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use tempfile::TempDir;
+
+/// Whether [`Server::on_device`] takes a GPU.
+pub fn is_on_gpu() -> bool {
+    std::env::var("SHARDRUN_TEST_DEVICE").is_ok_and(|device| device == "cuda")
+}
 
 /// A running server, killed when the test ends.
 pub struct Server {
@@ -12,7 +18,7 @@ pub struct Server {
     pub child: Child,
     /// Where it listens.
     pub url: String,
-    _checkpoint: TempDir,
+    _checkpoint: Option<TempDir>,
 }
 
 impl Server {
@@ -20,18 +26,27 @@ impl Server {
     pub fn start(arguments: &[&str]) -> Self {
         let temp = TempDir::new().unwrap();
         let dir = bundled().convert(temp.path(), 8);
-        let mut child = Command::new(program("shardrun"))
-            .args(["serve".as_ref(), dir.as_os_str()])
-            .args(["--port", "0"])
-            .args(arguments)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut server = Self::of(&dir, arguments, |command| command);
+        server._checkpoint = Some(temp);
+        server
+    }
+
+    /// Starts it with a checkpoint and waits until it answers; `change` may change the command.
+    pub fn of(dir: &Path, arguments: &[&str], change: impl FnOnce(&mut Command) -> &mut Command) -> Self {
+        let mut command = Command::new(program("shardrun"));
+        command.args(["serve".as_ref(), dir.as_os_str()]).args(["--port", "0"]).args(arguments);
+        let mut child = change(&mut command).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url = line.split_whitespace().find(|word| word.starts_with("http://"));
         let url = url.unwrap_or_else(|| panic!("no URL in {line:?}")).to_owned();
-        Self { child, url, _checkpoint: temp }
+        Self { child, url, _checkpoint: None }
+    }
+
+    /// The same on the first GPU, which all ranks share, where `SHARDRUN_TEST_DEVICE=cuda` asks for it.
+    pub fn on_device(dir: &Path, arguments: &[&str]) -> Self {
+        let device: &[&str] = if is_on_gpu() { &["--device", "cuda", "--devices", "0"] } else { &[] };
+        Self::of(dir, &[arguments, device].concat(), |command| command)
     }
 
     /// Status and JSON body of a POST.
@@ -68,6 +83,14 @@ impl Server {
         let line =
             page.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{')));
         line.unwrap_or_else(|| panic!("no {name} in {page}")).rsplit(' ').next().unwrap().parse().unwrap()
+    }
+
+    /// Status and JSON body of a GET, whatever the status.
+    pub fn status(&self, path: &str) -> (u16, Value) {
+        let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
+        let mut reply = agent.get(format!("{}{path}", self.url)).call().unwrap();
+        let text = reply.body_mut().read_to_string().unwrap();
+        (reply.status().as_u16(), serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}")))
     }
 
     /// Its process.

@@ -8,6 +8,7 @@ use runtime::engine::{
 };
 use runtime::logits::{LogitsOptions, LogitsRunner};
 use runtime::sampler::SamplingParams;
+use runtime::verify::Verify;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -242,7 +243,8 @@ fn a_gpu_gives_the_oracles_answers_on_any_number_of_ranks() {
                 fixture.name
             );
             assert!(mean <= 2e-3, "{} at {ranks} ranks, {layout}: mean KL {mean}", fixture.name);
-            let options = EngineOptions { device: device.clone(), verify: true, ..EngineOptions::default() };
+            let options =
+                EngineOptions { device: device.clone(), verify: Verify::Always, ..EngineOptions::default() };
             expect_greedy_answers_with(&dir, &options, &chats);
         }
     }

@@ -33,8 +33,13 @@ fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 fn the_top_level_is_five_rooms_and_documents() {
     let folders: BTreeSet<String> =
         tracked().iter().filter_map(|path| path.split_once('/')).map(|(top, _)| top.to_owned()).collect();
-    let expected = [".ci", "converter", "formats", "kernels", "runtime", "tests"].map(str::to_owned);
+    let expected = [".ci", "converter", "docs", "formats", "kernels", "runtime", "tests"].map(str::to_owned);
     assert_eq!(folders, BTreeSet::from(expected));
+    for path in tracked().iter().filter(|path| path.starts_with("docs/")) {
+        let is_document =
+            [".md", ".service", "Dockerfile", ".dockerignore"].iter().any(|end| path.ends_with(end));
+        assert!(is_document, "{path} is no document: code has its room");
+    }
 }
 
 #[test]
@@ -99,7 +104,14 @@ fn no_source_file_is_a_cave() {
 #[test]
 fn documents_name_files_that_exist() {
     let tracked = tracked();
-    for document in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "tests/data/README.md"] {
+    for document in [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "SERVER.md",
+        "docs/operations.md",
+        "tests/data/README.md",
+    ] {
         let text = std::fs::read_to_string(workspace().join(document)).unwrap();
         for word in text.split(['`', '(', ')', ' ', '\n', ',']) {
             let names_source =

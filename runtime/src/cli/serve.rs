@@ -1,10 +1,13 @@
 //! `shardrun serve`.
 
+use super::log::LogFormat;
+use super::notify;
 use super::{CheckpointArgs, EngineArgs, Error, INTERRUPTED, at_least_one, bytes, print, start_engine};
 use axum::http::HeaderValue;
 use clap::Args;
 use runtime::dialect::Dialect;
 use runtime::engine::{Engine, EngineOptions};
+use runtime::reload::ReloadRequest;
 use runtime::server::{ApiKeys, Readiness, Server, ServerOptions, Tls};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -22,7 +25,7 @@ Examples:
   shardrun serve ./glm-5 --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile chain.pem --ssl-keyfile key.pem
   curl http://127.0.0.1:8000/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is 2+2?\"}]}'
 
-/health says 503 until the model is loaded. Ctrl-C or SIGTERM lets answers end, then exits with 0.")]
+/health says 503 until the model is loaded. Ctrl-C or SIGTERM lets answers end, then exits with 0; SIGHUP is `shardrun reload`.")]
 pub(super) struct Serve {
     #[command(flatten)]
     checkpoint: CheckpointArgs,
@@ -44,6 +47,12 @@ pub(super) struct Serve {
     /// Seconds that answers get to end when the server is stopped
     #[arg(long, env = "SHARDRUN_SHUTDOWN_TIMEOUT", value_name = "SECONDS", default_value_t = 5)]
     shutdown_timeout: u64,
+    /// How log lines on stderr look; json has a line for every request
+    #[arg(long, env = "SHARDRUN_LOG_FORMAT", value_name = "FORMAT", value_enum, default_value_t)]
+    pub(super) log_format: LogFormat,
+    /// Seconds between two readings of all rank files against their digests; 0 is off
+    #[arg(long, env = "SHARDRUN_SCRUB_INTERVAL", value_name = "SECONDS", default_value_t = 0)]
+    scrub_interval: u64,
     #[command(flatten)]
     access: AccessArgs,
     #[command(flatten)]
@@ -112,7 +121,7 @@ impl AccessArgs {
 }
 
 /// Keys of a file. An empty one would leave the server open, which nobody means who names it.
-fn read_keys(path: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn read_keys(path: &Path) -> Result<Vec<String>, Error> {
     let text = std::fs::read_to_string(path).map_err(Error::io(path.display().to_string()))?;
     let keys: Vec<String> =
         text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect();
@@ -157,6 +166,7 @@ impl Serve {
 
     async fn serve(self) -> Result<ExitCode, Error> {
         let mut signals = Signals::listen()?;
+        let mut hangup = signal(SignalKind::hangup()).map_err(Error::io("cannot listen for signals"))?;
         let options = ServerOptions {
             shutdown_timeout: Duration::from_secs(self.shutdown_timeout),
             ..self.access.options()?
@@ -184,12 +194,25 @@ impl Serve {
         let engine = loaded?.ready(&readiness, scheme, address)?;
 
         let handle = engine.handle();
-        tokio::select! {
-            () = signals.next() => (),
-            cause = handle.stopped() => return Err(Error::Failed(format!("the engine has stopped: {cause}"))),
-        }
+        let cause = loop {
+            tokio::select! {
+                () = signals.next() => break None,
+                cause = handle.stopped() => break Some(format!("the engine has stopped: {cause}")),
+                _ = hangup.recv() => {
+                    let handle = handle.clone();
+                    // Whatever comes of it is in the log.
+                    tokio::task::spawn_blocking(move || handle.reload(&ReloadRequest::default()));
+                }
+            }
+        };
+        notify::tell("STOPPING=1");
         // The server may have ended already; then there is nobody to tell.
         let _ = stop.send(());
+        if let Some(cause) = cause {
+            // Clients get to read why their answers end.
+            let _ = serving.await;
+            return Err(Error::Failed(cause));
+        }
         tokio::select! {
             served = serving => match served {
                 Ok(served) => served.map_err(Error::io("the server"))?,
@@ -205,8 +228,11 @@ impl Serve {
         // What is wrong with the folder itself comes before what its files lack.
         formats::checkpoint::Checkpoint::open(&self.checkpoint.dir).map_err(runtime::Error::from)?;
         let dialect = Dialect::open(&self.checkpoint.dir)?;
-        let options =
-            EngineOptions { max_waiting: self.max_queued_requests, ..self.engine.options(self.max_num_seqs) };
+        let options = EngineOptions {
+            max_waiting: self.max_queued_requests,
+            scrub_interval: Some(self.scrub_interval).filter(|&seconds| seconds > 0).map(Duration::from_secs),
+            ..self.engine.options(self.max_num_seqs)
+        };
         let engine = start_engine(&self.checkpoint.dir, &options)?;
         let name = self.served_model_name.unwrap_or_else(|| engine.name().to_owned());
         Ok(Loaded { name, dialect, engine })
@@ -227,6 +253,7 @@ impl Loaded {
             1 => "1 rank".to_owned(),
             ranks => format!("{ranks} ranks"),
         };
+        notify::tell("READY=1");
         print(&format!("shardrun: serving {} ({ranks}) on {scheme}://{address}\n", self.name))?;
         Ok(self.engine)
     }

@@ -1,6 +1,6 @@
-//! The engine's thread: takes requests, runs steps, draws tokens, tells clients.
+//! What one set of weights computes: plans steps, runs them, draws tokens, tells clients.
 
-use super::{Event, FinishReason, GenerationRequest, Refusal};
+use super::{Event, FinishReason, GenerationRequest, Refusal, Together};
 use crate::batch::Logits;
 use crate::constraint::{Constraint, Progress};
 use crate::logprobs::{TokenLogprobs, logprobs};
@@ -11,22 +11,18 @@ use crate::scheduler::{Scheduled, Scheduler};
 use crate::sequence::{Prefix, SeqId, Sequence};
 use crate::thinking::ThinkingBudget;
 use std::collections::HashMap;
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;
 
+/// A request on its way to the engine.
 #[derive(Debug)]
-pub(super) enum Command {
-    Submit {
-        request: Box<GenerationRequest>,
-        events: UnboundedSender<Event>,
-        ticket: Ticket,
-        arrival: Instant,
-    },
-    Stop,
+pub(super) struct Submission {
+    pub(super) request: GenerationRequest,
+    pub(super) events: UnboundedSender<Event>,
+    pub(super) ticket: Ticket,
+    pub(super) arrival: Instant,
 }
 
 /// A place among the requests that wait; dropping it gives it back.
@@ -52,7 +48,7 @@ impl Drop for Ticket {
 
 /// What the engine keeps of a request while its sequence lives.
 #[derive(Debug)]
-struct Client {
+pub(super) struct Client {
     sampler: Sampler,
     processors: Processors,
     constraint: Option<Constraint>,
@@ -69,6 +65,7 @@ struct Client {
     arrival: Instant,
     /// When the last token was sent.
     last_token: Option<Instant>,
+    together: Together,
 }
 
 /// Why a sequence ends in a step.
@@ -77,117 +74,94 @@ enum End {
     Failed(String),
 }
 
-/// The engine's thread.
+/// One set of weights on all ranks, with the sequences that it computes and a cache of its own: what is in it was computed with
+/// these weights alone.
 pub(super) struct Worker {
+    /// Which set of weights, counted from 1.
+    generation: u64,
     group: RankGroup,
     scheduler: Scheduler,
     clients: HashMap<SeqId, Client>,
-    next_id: u64,
     max_model_len: usize,
     plan: Vec<Scheduled>,
     metrics: Arc<Metrics>,
+    /// Of requests that these weights began, as long as others may come that belong to them.
+    begun: Vec<Together>,
 }
 
 impl Worker {
     pub(super) fn new(
+        generation: u64,
         group: RankGroup,
         scheduler: Scheduler,
         max_model_len: usize,
         metrics: Arc<Metrics>,
     ) -> Self {
-        Self {
-            group,
-            scheduler,
-            clients: HashMap::new(),
-            next_id: 0,
-            max_model_len,
-            plan: Vec::new(),
-            metrics,
-        }
+        let (clients, plan, begun) = (HashMap::new(), Vec::new(), Vec::new());
+        Self { generation, group, scheduler, clients, max_model_len, plan, metrics, begun }
     }
 
-    /// Runs until it is told to stop or a rank fails; returns why.
-    pub(super) fn run(mut self, inbox: &Receiver<Command>) -> String {
-        let cause = loop {
-            // With nothing to do, sleep until something comes.
-            if self.clients.is_empty() {
-                self.record();
-                match inbox.recv() {
-                    Ok(Command::Submit { request, events, ticket, arrival }) => {
-                        self.admit(*request, events, ticket, arrival);
-                    }
-                    Ok(Command::Stop) | Err(_) => break "it was shut down".to_owned(),
-                }
-            }
-            match self.drain(inbox) {
-                ControlFlow::Continue(()) => {}
-                ControlFlow::Break(()) => break "it was shut down".to_owned(),
-            }
-            self.drop_cancelled();
-            self.scheduler.schedule(&mut self.plan);
-            self.note_starts();
-            self.record();
-            if self.plan.is_empty() {
-                continue;
-            }
-            if let Err(stopped) = self.step() {
-                break stopped.to_string();
-            }
+    /// Takes a request as sequence `id`.
+    pub(super) fn admit(&mut self, id: SeqId, submission: Submission) {
+        let (sequence, client) = prepare(id, submission, self.max_model_len);
+        self.adopt(sequence, client);
+    }
+
+    /// Takes a sequence that has not begun.
+    pub(super) fn adopt(&mut self, sequence: Sequence, client: Client) {
+        self.clients.insert(sequence.id(), client);
+        self.scheduler.add(sequence);
+    }
+
+    /// Gives away what has not begun, but for what belongs to a request of which something has.
+    pub(super) fn take_waiting(&mut self) -> Vec<(Sequence, Client)> {
+        let Self { scheduler, clients, generation, .. } = self;
+        let goes = |id: SeqId| {
+            let client = clients.get(&id).expect("every sequence has its client");
+            client.ticket.is_some() && client.together.generation() != *generation
         };
-        for client in self.clients.into_values() {
-            self.metrics.failed();
-            // The client may have gone at the same moment.
-            let _ = client.events.send(Event::Failed(cause.clone()));
-        }
-        cause
-    }
-
-    fn drain(&mut self, inbox: &Receiver<Command>) -> ControlFlow<()> {
-        loop {
-            match inbox.try_recv() {
-                Ok(Command::Submit { request, events, ticket, arrival }) => {
-                    self.admit(*request, events, ticket, arrival);
-                }
-                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return ControlFlow::Break(()),
-                Err(TryRecvError::Empty) => return ControlFlow::Continue(()),
-            }
-        }
-    }
-
-    fn admit(
-        &mut self,
-        request: GenerationRequest,
-        events: UnboundedSender<Event>,
-        ticket: Ticket,
-        arrival: Instant,
-    ) {
-        let id = SeqId(self.next_id);
-        self.next_id += 1;
-        let max_len = request.prompt.len().saturating_add(request.max_tokens).min(self.max_model_len);
-        let client = Client {
-            sampler: Sampler::new(&request.sampling),
-            processors: Processors::new(&request.sampling, &request.prompt, &request.stop_token_ids),
-            constraint: request.constraint,
-            thinking: request.thinking,
-            stop_token_ids: request.stop_token_ids,
-            max_tokens: request.max_tokens,
-            logprobs: request.logprobs,
-            prompt_logprobs: request.prompt_logprobs,
-            prompt_scored: 1,
-            events,
-            ticket: Some(ticket),
-            arrival,
-            last_token: None,
+        let sequences = scheduler.take_waiting(goes);
+        let with_client = |sequence: Sequence| {
+            let client = clients.remove(&sequence.id()).expect("every sequence has its client");
+            (sequence, client)
         };
-        let prefix = if client.prompt_logprobs.is_some() { Prefix::Compute } else { Prefix::Reuse };
-        self.scheduler.add(Sequence::new(id, request.prompt, max_len, prefix).salted(request.cache_salt));
-        self.clients.insert(id, client);
+        sequences.into_iter().map(with_client).collect()
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Whether nothing runs or waits.
+    pub(super) fn is_idle(&self) -> bool {
+        self.clients.is_empty()
+    }
+
+    /// Whether nothing runs or waits, and nothing more can come that belongs to what it began.
+    pub(super) fn is_done(&mut self) -> bool {
+        self.begun.retain(Together::is_shared);
+        self.clients.is_empty() && self.begun.is_empty()
+    }
+
+    /// Chooses what the next step computes.
+    pub(super) fn plan(&mut self) {
+        self.drop_cancelled();
+        self.scheduler.schedule(&mut self.plan);
+        self.note_starts();
+    }
+
+    /// Tells all clients that there is nothing more to come.
+    pub(super) fn fail(&mut self, cause: &str) {
+        for (id, client) in self.clients.drain() {
+            self.scheduler.remove(id);
+            client.fail(cause, &self.metrics);
+        }
     }
 
     fn drop_cancelled(&mut self) {
         let Self { scheduler, clients, metrics, .. } = self;
         clients.retain(|id, client| {
-            let gone = client.events.is_closed();
+            let gone = client.is_gone();
             if gone {
                 scheduler.remove(*id);
                 metrics.aborted();
@@ -202,21 +176,29 @@ impl Worker {
             let client = self.clients.get_mut(&part.id).expect("every sequence has its client");
             if client.ticket.take().is_some() {
                 self.metrics.queue_time.observe(client.arrival.elapsed());
+                client.together.begin(self.generation);
+                self.begun.retain(Together::is_shared);
+                self.begun.push(client.together.clone());
             }
         }
     }
 
-    fn record(&self) {
+    pub(super) fn moment(&self) -> Moment {
         let pool = self.scheduler.pool();
-        self.metrics.set(Moment {
+        Moment {
             running: self.scheduler.running(),
             waiting: self.scheduler.waiting(),
             blocks_used: pool.total() - pool.available(),
+            blocks: pool.total(),
             preemptions: self.scheduler.preemptions(),
-        });
+        }
     }
 
-    fn step(&mut self) -> Result<(), RankStopped> {
+    /// Computes what was planned, if anything was.
+    pub(super) fn step(&mut self) -> Result<(), RankStopped> {
+        if self.plan.is_empty() {
+            return Ok(());
+        }
         let Self { group, scheduler, clients, plan, metrics, .. } = self;
         let vocab_size = group.vocab_size();
         let rows: Vec<Logits> = plan.iter().map(|part| rows_of(part, scheduler, clients)).collect();
@@ -263,6 +245,30 @@ impl Worker {
     }
 }
 
+/// A request as the sequence `id`, of at most `max_model_len` tokens, and what is kept of it beside that.
+pub(super) fn prepare(id: SeqId, submission: Submission, max_model_len: usize) -> (Sequence, Client) {
+    let Submission { request, events, ticket, arrival } = submission;
+    let max_len = request.prompt.len().saturating_add(request.max_tokens).min(max_model_len);
+    let client = Client {
+        sampler: Sampler::new(&request.sampling),
+        processors: Processors::new(&request.sampling, &request.prompt, &request.stop_token_ids),
+        constraint: request.constraint,
+        thinking: request.thinking,
+        stop_token_ids: request.stop_token_ids,
+        max_tokens: request.max_tokens,
+        logprobs: request.logprobs,
+        prompt_logprobs: request.prompt_logprobs,
+        prompt_scored: 1,
+        events,
+        ticket: Some(ticket),
+        arrival,
+        last_token: None,
+        together: request.together,
+    };
+    let prefix = if client.prompt_logprobs.is_some() { Prefix::Compute } else { Prefix::Reuse };
+    (Sequence::new(id, request.prompt, max_len, prefix).salted(request.cache_salt), client)
+}
+
 /// Which logits a part needs.
 fn rows_of(part: &Scheduled, scheduler: &Scheduler, clients: &HashMap<SeqId, Client>) -> Logits {
     let sequence = scheduler.sequence(part.id).expect("only running sequences are scheduled");
@@ -279,6 +285,16 @@ fn rows_of(part: &Scheduled, scheduler: &Scheduler, clients: &HashMap<SeqId, Cli
 }
 
 impl Client {
+    pub(super) fn is_gone(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    pub(super) fn fail(self, cause: &str, metrics: &Metrics) {
+        metrics.failed();
+        // The client may have gone at the same moment.
+        let _ = self.events.send(Event::Failed(cause.to_owned()));
+    }
+
     /// Uses the logits of a part: scores the prompt, draws the next token. `None` when there is none to draw yet.
     fn take(
         &mut self,

@@ -1,10 +1,11 @@
 //! Connections: accepted, limited, encrypted where that is asked for, and ended.
 
-use axum::Router;
+use super::admin::Peer;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{self, Request};
 use axum::middleware::{self, Next};
 use axum::response::Response;
+use axum::{Extension, Router};
 use http_body::{Frame, SizeHint};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
@@ -91,9 +92,9 @@ pub(super) async fn serve(
             place = Arc::clone(&places).acquire_owned() => place.expect("it is never closed"),
             () = &mut shutdown => break,
         };
-        let stream = tokio::select! {
+        let (stream, peer) = tokio::select! {
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => stream,
+                Ok(accepted) => accepted,
                 Err(error) => {
                     // Out of file descriptors, or the client is gone: the next one may fare better.
                     tracing::warn!("accept: {error}");
@@ -109,7 +110,7 @@ pub(super) async fn serve(
         }
         let (builder, router, tls, watcher) =
             (builder.clone(), router.clone(), tls.clone(), graceful.watcher());
-        let timeout = limits.read_timeout;
+        let (timeout, router) = (limits.read_timeout, router.layer(Extension(Peer(peer))));
         tokio::spawn(async move {
             match tls {
                 None => answer(stream, &builder, router, watcher, timeout).await,

@@ -2,6 +2,7 @@
 
 use crate::engine::Refusal;
 use crate::generation::Interrupted;
+use crate::reload::{Obstacle, ReloadError};
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -19,11 +20,13 @@ pub(super) struct ApiError {
     pub(super) code: Option<&'static str>,
     /// Seconds after which to try again.
     pub(super) retry_after: Option<u32>,
+    /// Of a reload: the rank and the tensor that it was.
+    pub(super) place: Option<Box<(Option<usize>, Option<String>)>>,
 }
 
 impl ApiError {
     fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None, code: None, retry_after: None }
+        Self { status, message: message.into(), param: None, code: None, retry_after: None, place: None }
     }
 
     /// The request as a whole is wrong.
@@ -91,6 +94,24 @@ impl ApiError {
                 "this server asks for an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
             )
         }
+    }
+
+    /// Somebody who may not ask for this.
+    pub(super) fn forbidden(message: impl Into<String>) -> Self {
+        Self { code: Some("forbidden"), ..Self::new(StatusCode::FORBIDDEN, message) }
+    }
+
+    /// A reload that did not happen.
+    pub(super) fn not_reloaded(error: ReloadError) -> Self {
+        let message = error.to_string();
+        let (status, param, code) = match error.obstacle {
+            Obstacle::Conflict => (StatusCode::CONFLICT, None, "conflict"),
+            Obstacle::Checkpoint => (StatusCode::UNPROCESSABLE_ENTITY, None, "checkpoint"),
+            Obstacle::Request(field) => (StatusCode::BAD_REQUEST, Some(field.to_owned()), "out_of_range"),
+            Obstacle::Stopped => (StatusCode::SERVICE_UNAVAILABLE, None, "stopped"),
+        };
+        let place = Some(Box::new((error.rank, error.tensor)));
+        Self { param, code: Some(code), place, ..Self::new(status, message) }
     }
 
     pub(super) fn loading() -> Self {
@@ -175,13 +196,20 @@ impl ApiError {
     pub(super) fn json(&self) -> Value {
         let kind = match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::CONFLICT => "conflict_error",
             StatusCode::NOT_FOUND => "not_found_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             StatusCode::SERVICE_UNAVAILABLE => "service_unavailable_error",
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+        let mut error =
+            json!({"message": self.message, "type": kind, "param": self.param, "code": self.code});
+        if let Some(place) = &self.place {
+            (error["rank"], error["tensor"]) = (json!(place.0), json!(place.1));
+        }
+        json!({"error": error})
     }
 }
 

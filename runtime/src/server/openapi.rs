@@ -4,10 +4,12 @@
 //! every fault names its field. A test here holds its fields against those that the readers ask for, in both directions, and
 //! runtime/tests/malformed.rs sends what each schema allows and what it does not.
 
+use super::admin;
 use super::chat::EFFORTS;
 use super::known::{self, Known};
 use super::request::{MAX_CHOICES, MAX_LOGPROBS};
 use crate::text::LONGEST_NAME;
+use formats::manifest::MAX_RANKS;
 use serde_json::{Map, Value, json};
 
 /// The document of `/openapi.json`.
@@ -37,9 +39,18 @@ pub(super) fn document() -> Value {
     );
     post("/tokenize", "Text or a conversation to token ids", tokenize(), false);
     post("/detokenize", "Token ids to text", detokenize(), false);
+    post("/admin/reload", "Loads other weights of the same model while it is served", reload(), false);
     for (path, summary, kind, is_guarded) in [
         ("/", "The chat page", "text/html", false),
-        ("/health", "200 once the model is loaded", "application/json", false),
+        (
+            "/health",
+            "200 while requests should come here: the model is loaded and works",
+            "application/json",
+            false,
+        ),
+        ("/health/ready", "The same", "application/json", false),
+        ("/health/live", "200 while the process answers, also while it loads", "application/json", false),
+        ("/admin/ranks", "What is loaded, rank by rank", "application/json", true),
         ("/version", "The program's version", "application/json", false),
         ("/openapi.json", "This document", "application/json", false),
         ("/v1/models", "The model, as the only one of a list", "application/json", true),
@@ -102,9 +113,25 @@ fn error(description: &str) -> Value {
 }
 
 fn responses(path: &str, stream: bool) -> Value {
+    let mut responses = usual_responses(path, stream);
+    if path.starts_with("/admin/") {
+        let error = |description: &str| responses_error("Error", description);
+        responses["403"] =
+            error("The server has no keys, and the request does not come from its own machine");
+        responses["409"] = error("Another reload runs, or ranks that were not named have changed too");
+        responses["422"] = error("The checkpoint cannot be served here: `rank` and `tensor` name the place");
+    }
+    responses
+}
+
+fn responses_error(schema: &str, description: &str) -> Value {
+    let reference = json!({"$ref": format!("#/components/schemas/{schema}")});
+    json!({"description": description, "content": {"application/json": {"schema": reference}}})
+}
+
+fn usual_responses(path: &str, stream: bool) -> Value {
     let name = if path.starts_with("/v1/messages") { "AnthropicError" } else { "Error" };
-    let reference = json!({"$ref": format!("#/components/schemas/{name}")});
-    let error = |description: &str| json!({"description": description, "content": {"application/json": {"schema": reference}}});
+    let error = |description: &str| responses_error(name, description);
     let mut content = json!({"application/json": {}});
     if stream {
         content["text/event-stream"] = json!({});
@@ -367,11 +394,26 @@ fn detokenize() -> Value {
     object(&fields, &["tokens"])
 }
 
+fn reload() -> Value {
+    let rank = json!({"type": "integer", "minimum": 0, "maximum": MAX_RANKS - 1});
+    let fields = map(json!({
+        "dir": or_null(json!({"type": "string", "minLength": 1, "maxLength": admin::MAX_DIR_BYTES,
+            "description": "Folder of the checkpoint on the server's machine; without it, the one that is served"})),
+        "ranks": or_null(json!({"type": "array", "minItems": 1, "maxItems": MAX_RANKS, "items": rank,
+            "description": "Load these, also where they are as before; without it, those that have changed"})),
+        "verify": or_null(json!({"type": "boolean", "default": true,
+            "description": "Hold every byte against its digest"})),
+        "in_place": or_null(json!({"type": "boolean", "default": false,
+            "description": "Take the old weights out of memory first; requests wait meanwhile"})),
+    }));
+    object(&fields, &[])
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::fields::asked;
     use super::super::request::Context;
-    use super::super::{anthropic, chat, completions, responses, tokens};
+    use super::super::{admin, anthropic, chat, completions, responses, tokens};
     use super::*;
     use crate::dialect::Dialect;
     use std::collections::BTreeSet;
@@ -427,7 +469,7 @@ mod tests {
             "tools": [{"type": "function", "name": "f"}], "reasoning": {},
         });
         type Read = fn(&[u8], &Context<'_>) -> Result<(), String>;
-        let readers: [(&str, Value, Read); 8] = [
+        let readers: [(&str, Value, Read); 9] = [
             ("/v1/chat/completions", with(json!({"messages": messages})), |body, context| {
                 chat::read(body, context).map(|_| ()).map_err(|error| error.message)
             }),
@@ -451,6 +493,9 @@ mod tests {
                 json!({"messages": messages, "tools": tools, "chat_template_kwargs": {}}),
                 |body, context| tokens::tokenize(body, context).map(|_| ()).map_err(|error| error.message),
             ),
+            ("/admin/reload", json!({"ranks": [0]}), |body, context| {
+                admin::read(body, context).map(|_| ()).map_err(|error| error.message)
+            }),
             ("/detokenize", json!({"tokens": [5]}), |body, context| {
                 tokens::detokenize(body, context).map(|_| ()).map_err(|error| error.message)
             }),

@@ -1,11 +1,12 @@
 //! Which path does what.
 
+use super::admin::{self, Peer};
 use super::answer::{self, Answers, Protocol, Times};
 use super::api::{Head, fresh_id};
 use super::error::ApiError;
 use super::request::{Context, Delivery, Job, Tokens};
 use super::{
-    Ready, State, anthropic, chat, completions, form, openai, openapi, responses, tokens, unix_time,
+    Ready, State, anthropic, chat, completions, form, log, openai, openapi, responses, tokens, unix_time,
 };
 use crate::engine::{Event, EventStream, FinishReason, GenerationRequest};
 use crate::generation::{Generation, Ids};
@@ -43,22 +44,30 @@ pub(super) fn router(state: Arc<State>) -> Router {
         .route("/metrics", get(metrics))
         .route_layer(middleware::from_fn(check_form))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&state), check_key));
+    let admin = Router::new()
+        .route("/admin/reload", post(reload))
+        .route("/admin/ranks", get(ranks))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&state), check_admin));
     let cors = cors(&state);
     let router = Router::new()
         .route("/", get(page))
         .route("/health", get(health))
+        .route("/health/ready", get(health))
+        .route("/health/live", get(async || Json(json!({"status": "ok"}))))
         .route("/version", get(version))
         .route("/openapi.json", get(async || Json(openapi::document())))
         .merge(guarded)
+        .merge(admin)
         .fallback(async |uri: Uri| ApiError::unknown_route(uri.path()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::wrong_method(method.as_str(), uri.path())
         })
         .with_state(state);
-    match cors {
+    let router = match cors {
         Some(cors) => router.layer(cors),
         None => router,
-    }
+    };
+    router.layer(middleware::from_fn(log::request))
 }
 
 /// What browsers are told of the pages that may ask.
@@ -100,11 +109,38 @@ fn early_error(error: ApiError, path: &str) -> Response {
     }
 }
 
-async fn health(extract::State(state): Shared) -> (StatusCode, Json<Value>) {
-    match state.ready.get() {
-        Some(_) => (StatusCode::OK, Json(json!({"status": "ok"}))),
-        None => (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": "loading"}))),
+async fn check_admin(extract::State(state): Shared, request: Request, next: Next) -> Response {
+    let peer = request.extensions().get::<Peer>();
+    match admin::check(&state.options.api_keys, peer, request.headers(), request.uri()) {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
     }
+}
+
+/// Whether requests should come here.
+async fn health(extract::State(state): Shared) -> (StatusCode, Json<Value>) {
+    let status = match state.ready.get() {
+        None => json!({"status": "loading"}),
+        Some(ready) => match ready.backend.trouble() {
+            None => return (StatusCode::OK, Json(json!({"status": "ok"}))),
+            Some(cause) => json!({"status": "unavailable", "cause": cause}),
+        },
+    };
+    (StatusCode::SERVICE_UNAVAILABLE, Json(status))
+}
+
+async fn reload(extract::State(state): Shared, body: Body) -> Result<Json<Value>, ApiError> {
+    let (ready, request) = read(&state, body, admin::read).await?;
+    // Also where the client goes away: half of a reload is none.
+    let reloading = tokio::task::spawn_blocking(move || ready.backend.reload(&request));
+    let report = reloading.await.map_err(|error| ApiError::internal(format!("reload: {error}")))?;
+    let report = report.map_err(ApiError::not_reloaded)?;
+    Ok(Json(serde_json::to_value(report).expect("a report is plain data")))
+}
+
+async fn ranks(extract::State(state): Shared) -> Result<Json<Value>, ApiError> {
+    let status = ready(&state)?.backend.status();
+    Ok(Json(serde_json::to_value(status).expect("a status is plain data")))
 }
 
 /// The chat page. It fetches nothing from elsewhere, and what a model says is never run.

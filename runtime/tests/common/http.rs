@@ -3,7 +3,9 @@
 #![allow(dead_code, reason = "every test program takes what it needs")]
 
 use runtime::engine::{Event, EventStream, GenerationRequest, ModelInfo, Refusal};
+use runtime::reload::{How, ReloadError, ReloadReport, ReloadRequest};
 use runtime::server::{Backend, Readiness, Server, ServerOptions};
+use runtime::status::Status;
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -34,6 +36,9 @@ struct Inner {
     scripts: Mutex<VecDeque<Script>>,
     requests: Mutex<Vec<GenerationRequest>>,
     hanging: Mutex<Vec<UnboundedSender<Event>>>,
+    reloads: Mutex<Vec<ReloadRequest>>,
+    reload_fault: Mutex<Option<ReloadError>>,
+    trouble: Mutex<Option<String>>,
     /// Where a test needs more than [`MAX_MODEL_LEN`].
     long_context: OnceLock<usize>,
     /// Where a test needs a short queue.
@@ -81,6 +86,33 @@ impl Backend for Scripted {
     fn metrics(&self, model: &str) -> String {
         format!("# of {model}\n")
     }
+
+    fn reload(&self, request: &ReloadRequest) -> Result<ReloadReport, ReloadError> {
+        self.0.reloads.lock().unwrap().push(request.clone());
+        if let Some(error) = self.0.reload_fault.lock().unwrap().clone() {
+            return Err(error);
+        }
+        let (dir, how) = (request.dir.clone().unwrap_or_else(|| "served".into()), How::Nothing);
+        let (seconds, seconds_without_weights, ranks) = (0.0, 0.0, Vec::new());
+        Ok(ReloadReport {
+            dir,
+            generation: 1,
+            how,
+            why_in_place: None,
+            seconds,
+            seconds_without_weights,
+            ranks,
+        })
+    }
+
+    fn status(&self) -> Option<Status> {
+        let (dir, digest) = ("served".into(), "ab".to_owned());
+        Some(Status { dir, generation: 1, digest, reloading: false, ranks: Vec::new() })
+    }
+
+    fn trouble(&self) -> Option<String> {
+        self.0.trouble.lock().unwrap().clone()
+    }
 }
 
 impl Scripted {
@@ -92,6 +124,21 @@ impl Scripted {
     /// Makes the queue shorter.
     pub(crate) fn shorten_queue(&self, max_waiting: usize) {
         self.0.max_waiting.set(max_waiting).unwrap();
+    }
+
+    /// The reloads that were asked for.
+    pub(crate) fn reloads(&self) -> Vec<ReloadRequest> {
+        self.0.reloads.lock().unwrap().clone()
+    }
+
+    /// From now on reloads end with this error.
+    pub(crate) fn fail_reloads(&self, error: ReloadError) {
+        *self.0.reload_fault.lock().unwrap() = Some(error);
+    }
+
+    /// From now on there is trouble, or none.
+    pub(crate) fn set_trouble(&self, trouble: Option<&str>) {
+        *self.0.trouble.lock().unwrap() = trouble.map(str::to_owned);
     }
 
     /// Makes the context longer.
@@ -204,7 +251,7 @@ impl TestServer {
         let mut stream = TcpStream::connect(self.address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
         stream.write_all(head.as_bytes()).unwrap();
