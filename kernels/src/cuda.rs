@@ -14,6 +14,7 @@ mod decode;
 pub mod driver;
 mod error;
 mod kernels;
+pub mod nccl;
 pub mod nvrtc;
 mod one;
 pub mod peer;

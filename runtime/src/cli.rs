@@ -205,7 +205,7 @@ struct DeviceArgs {
     /// How rank files are read on their way to a GPU: auto, buffered or direct
     #[arg(long, env = "SHARDRUN_LOAD_MODE", value_name = "MODE", default_value = "auto", value_parser = |text: &str| text.parse::<LoadMode>())]
     load_mode: LoadMode,
-    /// How ranks on GPUs add up: auto, local (all on one GPU) or peer (GPUs that write into each other's memory)
+    /// How ranks on GPUs add up: auto, local (all on one GPU), peer (GPUs that write into each other's memory) or nccl (NVIDIA's library, for GPUs that cannot)
     #[arg(long, env = "SHARDRUN_COMMUNICATOR", value_name = "KIND", default_value = "auto", value_parser = |text: &str| text.parse::<CommunicatorChoice>())]
     communicator: CommunicatorChoice,
     /// Worker threads over all ranks [default: one for each core]

@@ -1,9 +1,11 @@
 //! How ranks add up their partial sums.
 
 mod gpu;
+mod nccl;
 mod peer;
 
 pub use gpu::SharedGpu;
+pub use nccl::Nccl;
 pub use peer::Peer;
 
 use kernels::{Backend, HostBuffer};

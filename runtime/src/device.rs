@@ -21,13 +21,15 @@ pub struct DeviceOptions {
 /// How ranks on GPUs add up their sums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CommunicatorChoice {
-    /// Local when all ranks are on one GPU, peer otherwise.
+    /// Local when all ranks are on one GPU, peer when all reach each other's memory, nccl otherwise.
     #[default]
     Auto,
     /// Ranks on one GPU, in the order that the host gives.
     Local,
     /// GPUs that write into each other's memory.
     Peer,
+    /// NVIDIA's library, for GPUs that cannot.
+    Nccl,
 }
 
 impl FromStr for CommunicatorChoice {
@@ -38,7 +40,8 @@ impl FromStr for CommunicatorChoice {
             "auto" => Ok(Self::Auto),
             "local" => Ok(Self::Local),
             "peer" => Ok(Self::Peer),
-            _ => Err("expected auto, local or peer".to_owned()),
+            "nccl" => Ok(Self::Nccl),
+            _ => Err("expected auto, local, peer or nccl".to_owned()),
         }
     }
 }

@@ -6,7 +6,7 @@ pub use part::{LoadFault, RankPart};
 
 use crate::Error;
 use crate::batch::Batch;
-use crate::comm::{Communicator, Local, Peer, SharedGpu};
+use crate::comm::{Communicator, Local, Nccl, Peer, SharedGpu};
 use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
 use crate::load::{load, mla_shape};
@@ -18,7 +18,8 @@ use formats::manifest::TensorEntry;
 use formats::map::FileWatch;
 use formats::{Dtype, ModelConfig};
 use kernels::cpu::Cpu;
-use kernels::cuda::{Cuda, Tiling};
+use kernels::cuda::driver::Device as Gpu;
+use kernels::cuda::{Cuda, CudaError, Tiling};
 use kernels::reference::Reference;
 use kernels::{Backend, HostBuffer, StepLimits};
 use std::cell::RefCell;
@@ -82,7 +83,7 @@ impl RankGroup {
         let threads = threads_per_rank(options.threads, ranks);
         let config = Arc::new(config.clone());
         let gpus = options.device.open(ranks)?;
-        let longest = limits.max_rows * config.hidden_size;
+        let (longest, vocab_size) = (limits.max_rows * config.hidden_size, config.vocab_size);
         let mut launch = Launch::new(ranks);
         let mut watches = Vec::new();
         match gpus {
@@ -115,36 +116,36 @@ impl RankGroup {
                 let (mode, threads) = (options.device.load_mode, threads.max(2));
                 let plan = LoadPlan { mode, threads, stop: Arc::clone(stop) };
                 let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
+                let on_gpus = OnGpus { parts, gpus: &gpus, config, limits, plan };
                 match options.device.communicator {
                     CommunicatorChoice::Auto | CommunicatorChoice::Local if one => {
                         let ends = SharedGpu::group(&gpus[0], ranks, longest)?;
-                        for (((rank, part), gpu), end) in parts.into_iter().enumerate().zip(gpus).zip(ends) {
-                            let (config, plan) = (Arc::clone(&config), plan.clone());
-                            let make = move || on_gpu(Cuda::new(&gpu)?, end, &part, &config, limits, &plan);
-                            launch.spawn(rank, |link| link.run(make))?;
-                        }
-                    }
-                    CommunicatorChoice::Auto | CommunicatorChoice::Peer => {
-                        let ends = Peer::group(&gpus, longest)?;
-                        for (((rank, part), gpu), end) in parts.into_iter().enumerate().zip(gpus).zip(ends) {
-                            let (config, plan) = (Arc::clone(&config), plan.clone());
-                            let make = move || {
-                                let mut backend = Cuda::new(&gpu)?;
-                                end.test(&mut backend)?;
-                                on_gpu(backend, end, &part, &config, limits, &plan)
-                            };
-                            launch.spawn(rank, |link| link.run(make))?;
-                        }
+                        on_gpus.spawn(&mut launch, ends, |_, _| Ok(()))?;
                     }
                     CommunicatorChoice::Local => {
                         let expected = "one GPU for all ranks, with --devices".to_owned();
                         let found = "several GPUs".to_owned();
                         return Err(Error::Option { option: "--communicator local", expected, found }.into());
                     }
+                    CommunicatorChoice::Nccl => {
+                        on_gpus.spawn(&mut launch, Nccl::group(&gpus)?, Nccl::test)?
+                    }
+                    choice @ (CommunicatorChoice::Auto | CommunicatorChoice::Peer) => {
+                        match Peer::group(&gpus, longest) {
+                            Ok(ends) => on_gpus.spawn(&mut launch, ends, Peer::test)?,
+                            Err(kernels::Error::Cuda(why @ CudaError::NoPeerAccess { .. }))
+                                if choice == CommunicatorChoice::Auto =>
+                            {
+                                tracing::warn!("{why}; sums go through NCCL");
+                                on_gpus.spawn(&mut launch, Nccl::group(&gpus)?, Nccl::test)?;
+                            }
+                            Err(error) => return Err(error.into()),
+                        }
+                    }
                 }
             }
         }
-        let mut group = launch.finish(config.vocab_size, stop)?;
+        let mut group = launch.finish(vocab_size, stop)?;
         group.watches = watches;
         Ok(group)
     }
@@ -241,12 +242,46 @@ impl Drop for RankGroup {
     }
 }
 
+/// What ranks on GPUs are made of.
+struct OnGpus<'a> {
+    parts: Vec<RankPart>,
+    gpus: &'a [Arc<Gpu>],
+    config: Arc<ModelConfig>,
+    limits: StepLimits,
+    plan: LoadPlan,
+}
+
+impl OnGpus<'_> {
+    /// Starts their threads. Sums are put to `test` before anything depends on them.
+    fn spawn<C: Communicator<Cuda> + Send + 'static>(
+        self,
+        launch: &mut Launch,
+        ends: Vec<C>,
+        test: impl Fn(&C, &mut Cuda) -> Result<(), Error> + Copy + Send + 'static,
+    ) -> Result<(), Error> {
+        let Self { parts, gpus, config, limits, plan } = self;
+        for (((rank, part), gpu), end) in parts.into_iter().enumerate().zip(gpus).zip(ends) {
+            let (gpu, config, plan) = (Arc::clone(gpu), Arc::clone(&config), plan.clone());
+            let make = move || {
+                let mut backend = Cuda::new(&gpu)?;
+                test(&end, &mut backend)?;
+                on_gpu(backend, end, &part, &config, limits, &plan)
+            };
+            launch.spawn(rank, |link| link.run(make))?;
+        }
+        Ok(())
+    }
+}
+
 /// Ranks whose threads have been started and are not all ready.
 struct Launch {
     ranks: Vec<RankHandle>,
     ready: (SyncSender<Ready>, Receiver<Ready>),
-    results: (SyncSender<(usize, Result<(), String>)>, Receiver<(usize, Result<(), String>)>),
+    results: (SyncSender<StepEnd>, Receiver<StepEnd>),
 }
+
+/// How a rank's step ended.
+type StepEnd = (usize, Result<(), String>);
 
 /// A rank's first word.
 struct Ready {

@@ -78,6 +78,14 @@ pub enum CudaError {
         /// The one that is read.
         to: usize,
     },
+    /// No NCCL.
+    #[error(
+        "NVIDIA's library for sums over GPUs, NCCL, is missing (libnccl.so.2): install it or `pip install nvidia-nccl-cu13`, and name the library with {variable} if it lies elsewhere; or choose --communicator peer"
+    )]
+    NoNccl {
+        /// The environment variable.
+        variable: &'static str,
+    },
     /// A source that does not compile.
     #[error("kernels/cu/{file} does not compile with NVRTC {}.{} and {options}: {why}", version.0, version.1)]
     Compile {

@@ -3,7 +3,7 @@
 use super::{Barrier, Communicator, PeerStopped};
 use crate::Error;
 use kernels::Backend;
-use kernels::cuda::driver::Device;
+use kernels::cuda::driver::{Device, Stream};
 use kernels::cuda::peer::PeerSum;
 use kernels::cuda::{Buffer, Cuda};
 use std::sync::Arc;
@@ -31,39 +31,47 @@ impl Peer {
     /// # Errors
     /// [`Error::Stopped`] when sums are wrong, or do not arrive within ten seconds.
     pub fn test(&self, backend: &mut Cuda) -> Result<(), Error> {
-        const LEN: usize = 10_000;
-        const ROUNDS: usize = 20;
         self.barrier.wait().map_err(|stopped| Error::Stopped(stopped.to_string()))?;
-        let (ranks, ordinal) = (self.sum.ranks(), backend.device().ordinal());
-        let fault = |why: String| {
-            Error::Stopped(format!(
-                "GPU {}: sums over the memory of {ranks} GPUs {why}; usual causes are PCIe access control (ACS) and the IOMMU, which send GPUs' writes another way: turn them off in the firmware",
-                ordinal
-            ))
-        };
-        let mut buffer = backend.zeros(LEN)?;
-        for round in 0..ROUNDS {
-            // Whole numbers, so that sums are exact; another length each time.
-            let len = LEN - round * 37;
-            let value = |rank: usize, i: usize| (rank * 31 + i % 97 + round) as f32;
-            let mine: Vec<f32> = (0..len).map(|i| value(self.sum.rank(), i)).collect();
-            backend.write(&mut buffer, &mine);
-            let stream = Arc::clone(backend.stream());
-            self.sum.sum(&stream, &mut buffer, len);
-            let mut found = vec![f32::NAN; len];
-            backend.read(&buffer, 0..len, &mut found);
-            backend.finish().map_err(|error| fault(format!("did not arrive within 10 s ({error})")))?;
-            let expected = |i: usize| (0..ranks).map(|rank| value(rank, i)).sum::<f32>();
-            if let Some(i) = (0..len).find(|&i| found[i] != expected(i)) {
-                return Err(fault(format!(
-                    "are wrong (value {i} of round {round}: expected {}, found {})",
-                    expected(i),
-                    found[i]
-                )));
-            }
-        }
-        Ok(())
+        let causes = "usual causes are PCIe access control (ACS) and the IOMMU, which send GPUs' writes another way: turn them off in the firmware";
+        let (rank, ranks) = (self.sum.rank(), self.sum.ranks());
+        prove([rank, ranks], backend, causes, |stream, buffer, len| self.sum.sum(stream, buffer, len))
     }
+}
+
+/// Adds up known numbers with `sum` on the `rank`-th of `ranks`.
+pub(super) fn prove(
+    [rank, ranks]: [usize; 2],
+    backend: &mut Cuda,
+    causes: &str,
+    sum: impl Fn(&Stream, &mut Buffer, usize),
+) -> Result<(), Error> {
+    const LEN: usize = 10_000;
+    const ROUNDS: usize = 20;
+    let ordinal = backend.device().ordinal();
+    let fault =
+        |why: String| Error::Stopped(format!("GPU {ordinal}: sums over {ranks} GPUs {why}; {causes}"));
+    let mut buffer = backend.zeros(LEN)?;
+    for round in 0..ROUNDS {
+        // Whole numbers, so that sums are exact; another length each time.
+        let len = LEN - round * 37;
+        let value = |rank: usize, i: usize| (rank * 31 + i % 97 + round) as f32;
+        let mine: Vec<f32> = (0..len).map(|i| value(rank, i)).collect();
+        backend.write(&mut buffer, &mine);
+        let stream = Arc::clone(backend.stream());
+        sum(&stream, &mut buffer, len);
+        let mut found = vec![f32::NAN; len];
+        backend.read(&buffer, 0..len, &mut found);
+        backend.finish().map_err(|error| fault(format!("did not arrive ({error})")))?;
+        let expected = |i: usize| (0..ranks).map(|rank| value(rank, i)).sum::<f32>();
+        if let Some(i) = (0..len).find(|&i| found[i] != expected(i)) {
+            return Err(fault(format!(
+                "are wrong (value {i} of round {round}: expected {}, found {})",
+                expected(i),
+                found[i]
+            )));
+        }
+    }
+    Ok(())
 }
 
 impl Communicator<Cuda> for Peer {

@@ -107,6 +107,11 @@ impl Stream {
         &self.device
     }
 
+    /// As other libraries take it.
+    pub(in crate::cuda) fn handle(&self) -> *mut c_void {
+        self.raw.cast()
+    }
+
     /// Keeps the first fault.
     pub fn record<T>(&self, result: Result<T, CudaError>) -> Option<T> {
         match result {
