@@ -99,6 +99,21 @@ impl NVFP4 {
     }
 }
 
+impl IQ4_NL {
+    /// What each nibble stands for, raised by [`SmallBlock::OFFSET`].
+    pub const VALUES: [u8; 16] = raised(&NONLINEAR, 127);
+}
+
+impl IQ4_XS {
+    /// What each nibble stands for, raised by [`SuperBlock::OFFSET`].
+    pub const VALUES: [u8; 16] = raised(&NONLINEAR, 127);
+}
+
+impl MXFP4 {
+    /// What each nibble stands for, raised by [`SmallBlock::OFFSET`].
+    pub const VALUES: [u8; 16] = raised(&E2M1_DOUBLED, 12);
+}
+
 impl SmallBlock for IQ4_NL {
     const OFFSET: i32 = 127;
     const LARGEST: u8 = 240;
@@ -107,7 +122,7 @@ impl SmallBlock for IQ4_NL {
     fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
         let block: &Self = block_of(bytes);
         let mut quants = [0; SMALL_BLOCK];
-        choose_integers(&raised(&NONLINEAR, 127), &block.qs, &mut quants);
+        choose_integers(&Self::VALUES, &block.qs, &mut quants);
         (quants, f16_to_f32(block.d))
     }
 }
@@ -128,7 +143,7 @@ impl SuperBlock for IQ4_XS {
             let high = (scales_h >> (group * 2) & 3) as u8;
             minima[group] = i16::from(low | high << 4) - 32;
             scales[group] = i32::from(minima[group]);
-            choose_integers(&raised(&NONLINEAR, 127), qs, quants);
+            choose_integers(&Self::VALUES, qs, quants);
         }
         SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
     }
@@ -142,7 +157,7 @@ impl SmallBlock for MXFP4 {
     fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
         let block: &Self = block_of(bytes);
         let mut quants = [0; SMALL_BLOCK];
-        choose_integers(&raised(&E2M1_DOUBLED, 12), &block.qs, &mut quants);
+        choose_integers(&Self::VALUES, &block.qs, &mut quants);
         (quants, half_e8m0(block.e))
     }
 }

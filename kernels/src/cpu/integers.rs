@@ -3,10 +3,11 @@
 //! The sum of a row of weights and a row of activations is one chain of f32 additions, a link for each block of weights in
 //! their order; what a link adds is an exact integer times the factors. It is the same however integers are summed, so a few
 //! activation rows and many take different ways to the same bits:
-//! - few: blocks of a weight row are taken apart and meet the activations with columns in the lanes;
+//! - few: blocks of a weight row are taken apart and meet the activations with columns in the lanes, where an instruction set has
+//!   no way of its own (`isa/x86/vnni.rs`);
 //! - many: blocks of [`TILE`] weight rows are taken apart and transposed, and each activation, in all lanes, meets as many rows.
 
-use super::isa::{Integer, Kernel, MAX_LANES, Proven, Vector};
+use super::isa::{Integer, Kernel, Left, MAX_LANES, Proven, Vector};
 use super::product::TILE;
 use super::rounded::{Block, RoundedRows};
 use formats::Dtype;
@@ -36,7 +37,10 @@ pub(super) struct Meeting<'a> {
 
 /// `out` `[x_rows, TILE]`: the products of a [`Meeting`], as many of each row's as there are weight rows; the others have no meaning.
 #[derive(Clone, Copy)]
-pub(super) struct Meet(fn(Proven, Meeting<'_>, &mut [f32]));
+pub(super) struct Meet {
+    dtype: Dtype,
+    run: fn(Proven, Meeting<'_>, &mut [f32]),
+}
 
 impl Meet {
     /// `None` for types that meet activations as they are.
@@ -45,7 +49,13 @@ impl Meet {
     }
 
     pub(super) fn run(self, isa: Proven, meeting: Meeting<'_>, out: &mut [f32]) {
-        (self.0)(isa, meeting, out);
+        let meeting = match meeting.x_rows <= FEW {
+            true => isa.in_registers(self.dtype, meeting, out),
+            false => Some(meeting),
+        };
+        if let Some(meeting) = meeting {
+            (self.run)(isa, meeting, out);
+        }
     }
 }
 
@@ -55,11 +65,17 @@ impl ForIntegers for Compile {
     type Output = Meet;
 
     fn call_super<B: SuperBlock>(self) -> Meet {
-        Meet(|isa, meeting, out| isa.run(Super { meeting, block: PhantomData::<B> }, out))
+        let run = |isa: Proven, meeting: Meeting<'_>, out: &mut [f32]| {
+            isa.run(Super { meeting, block: PhantomData::<B> }, out);
+        };
+        Meet { dtype: B::DTYPE, run }
     }
 
     fn call_small<B: SmallBlock>(self) -> Meet {
-        Meet(|isa, meeting, out| isa.run(Small { meeting, block: PhantomData::<B> }, out))
+        let run = |isa: Proven, meeting: Meeting<'_>, out: &mut [f32]| {
+            isa.run(Small { meeting, block: PhantomData::<B> }, out);
+        };
+        Meet { dtype: B::DTYPE, run }
     }
 }
 
@@ -80,6 +96,8 @@ pub(super) struct Scratch {
     minimum_columns: [[[i16; 2]; TILE]; 8],
     /// `[factors, TILE]`
     factor_columns: [[f32; TILE]; SMALL_BLOCKS],
+    /// What an instruction set's own way to a few activation rows works with.
+    pub left: Left,
 }
 
 impl Default for Scratch {
@@ -93,6 +111,7 @@ impl Default for Scratch {
             scale_columns: [[0; TILE]; 16],
             minimum_columns: [[[0; 2]; TILE]; 8],
             factor_columns: [[0.0; TILE]; SMALL_BLOCKS],
+            left: Left::default(),
         }
     }
 }

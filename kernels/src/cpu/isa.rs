@@ -16,6 +16,17 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::vnni::Left;
+
+use super::integers::Meeting;
+use formats::Dtype;
+
+/// What [`Proven::in_registers`] works with: nothing, where there is no such way.
+#[cfg(not(target_arch = "x86_64"))]
+#[derive(Debug, Default)]
+pub(super) struct Left;
+
 /// An instruction set that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
@@ -93,6 +104,9 @@ pub(super) trait Vector<const L: usize>: Copy {
 
     /// The lanes from memory.
     fn load(lanes: &[f32; L]) -> Self;
+
+    /// The lanes from the upper halves of f32 in memory, little-endian.
+    fn load_upper(lanes: &[[u8; 2]; L]) -> Self;
 
     /// The lanes to memory.
     fn store(self, lanes: &mut [f32; L]);
@@ -215,6 +229,28 @@ impl Proven {
     }
 }
 
+impl Proven {
+    /// The products of a few activation rows with weights of a type by this instruction set's own way; `meeting` comes back where
+    /// it has none.
+    pub(super) fn in_registers<'a>(
+        self,
+        dtype: Dtype,
+        meeting: Meeting<'a>,
+        out: &mut [f32],
+    ) -> Option<Meeting<'a>> {
+        #[cfg(target_arch = "x86_64")]
+        if self.0 == Isa::Avx512Vnni
+            && let Some(few) = x86::vnni::of(dtype)
+        {
+            // SAFETY: a `Proven(Avx512Vnni)` exists only after `is_available` detected every feature of `avx512_vnni`.
+            unsafe { few(meeting, out) };
+            return None;
+        }
+        let _ = (dtype, out);
+        Some(meeting)
+    }
+}
+
 /// Not inlined, so that `out` is an argument here too.
 #[inline(never)]
 fn portable<K: Kernel>(kernel: K, out: &mut [f32]) {
@@ -247,6 +283,11 @@ impl Vector<4> for Portable {
     #[inline(always)]
     fn load(lanes: &[f32; 4]) -> Self {
         Self(*lanes)
+    }
+
+    #[inline(always)]
+    fn load_upper(lanes: &[[u8; 2]; 4]) -> Self {
+        Self(lanes.map(|lane| f32::from_bits(u32::from(u16::from_le_bytes(lane)) << 16)))
     }
 
     #[inline(always)]

@@ -1,5 +1,7 @@
 //! Registers of x86-64, and the functions that are compiled for them.
 
+pub(in crate::cpu) mod vnni;
+
 use super::{Integer, Kernel, Lane, Vector};
 use std::arch::x86_64::*;
 
@@ -38,6 +40,22 @@ struct Avx512Integer(__m512i);
 
 #[derive(Clone, Copy)]
 struct Avx512VnniInteger(__m512i);
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn upper_of_8(lanes: &[[u8; 2]; 8]) -> __m256 {
+    // SAFETY: the reference covers every lane, at any alignment.
+    let lanes = unsafe { _mm_loadu_si128(lanes.as_ptr().cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(lanes)))
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn upper_of_16(lanes: &[[u8; 2]; 16]) -> __m512 {
+    // SAFETY: the reference covers every lane, at any alignment.
+    let lanes = unsafe { _mm256_loadu_si256(lanes.as_ptr().cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(lanes)))
+}
 
 #[target_feature(enable = "avx2")]
 #[inline]
@@ -196,7 +214,7 @@ fn transpose_8(mut rows: [__m256i; 8]) -> [__m256i; 8] {
 macro_rules! vector {
     (
         $name:ident, $integer:ident, $lanes:literal, $splat:ident, $load:ident, $store:ident, $mul:ident, $mul_add:ident,
-        $sum:ident, $convert:ident; $i_zero:ident, $i_splat:ident, $i_load:ident, $i_store:ident, $i_add:ident, $i_mul:ident,
+        $sum:ident, $convert:ident, $upper:ident; $i_zero:ident, $i_splat:ident, $i_load:ident, $i_store:ident, $i_add:ident, $i_mul:ident,
         $dot4:ident, $dot2:ident, $i_sum:ident, $spread:ident, $transpose:ident
     ) => {
         impl Vector<$lanes> for $name {
@@ -219,6 +237,12 @@ macro_rules! vector {
             fn load(lanes: &[f32; $lanes]) -> Self {
                 // SAFETY: features as in `from_integers`; the reference covers every lane, at any alignment.
                 Self(unsafe { $load(lanes.as_ptr()) })
+            }
+
+            #[inline(always)]
+            fn load_upper(lanes: &[[u8; 2]; $lanes]) -> Self {
+                // SAFETY: features as in `from_integers`.
+                Self(unsafe { $upper(lanes) })
             }
 
             #[inline(always)]
@@ -326,16 +350,16 @@ macro_rules! vector {
 }
 vector!(
     Avx2, Avx2Integer, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_mul_ps, _mm256_fmadd_ps, sum_of_8,
-    _mm256_cvtepi32_ps; _mm256_setzero_si256, _mm256_set1_epi32, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_add_epi32,
+    _mm256_cvtepi32_ps, upper_of_8; _mm256_setzero_si256, _mm256_set1_epi32, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_add_epi32,
     _mm256_mullo_epi32, dot4_of_8, dot2_of_8, integer_sum_of_8, spread_to_8, transpose_8
 );
 vector!(
     Avx512, Avx512Integer, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_mul_ps, _mm512_fmadd_ps, sum_of_16,
-    _mm512_cvtepi32_ps; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_add_epi32,
+    _mm512_cvtepi32_ps, upper_of_16; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_add_epi32,
     _mm512_mullo_epi32, dot4_of_16, dot2_of_16, integer_sum_of_16, spread_to_16, transpose_16
 );
 vector!(
     Avx512Vnni, Avx512VnniInteger, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_mul_ps, _mm512_fmadd_ps,
-    sum_of_16, _mm512_cvtepi32_ps; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512,
+    sum_of_16, _mm512_cvtepi32_ps, upper_of_16; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512,
     _mm512_add_epi32, _mm512_mullo_epi32, vnni_dot4, vnni_dot2, integer_sum_of_16, spread_to_16, transpose_16
 );
