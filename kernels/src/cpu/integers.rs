@@ -158,9 +158,12 @@ impl<B: SuperBlock> Kernel for Super<'_, B> {
 impl<B: SuperBlock> Super<'_, B> {
     /// Takes one block apart to place `at`.
     #[inline(always)]
-    fn take_apart(scratch: &mut Scratch, bytes: &[u8], at: usize) {
+    fn take_apart<V: Vector<L>, const L: usize>(scratch: &mut Scratch, bytes: &[u8], at: usize) {
         let SuperIntegers { quants, scales, minima, factors } = B::integers(bytes);
         scratch.quants[at] = quants;
+        if let Some(values) = B::VALUES {
+            look_up::<V, L>(&values, &mut scratch.quants[at]);
+        }
         scratch.scales[at] = scales;
         scratch.minima[at] = minima;
         scratch.factors[at][..2].copy_from_slice(&factors);
@@ -172,7 +175,7 @@ impl<B: SuperBlock> Super<'_, B> {
         for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
             for (run, bytes) in bytes.chunks(TILE * B::BYTES).enumerate() {
                 for (at, bytes) in bytes.chunks_exact(B::BYTES).enumerate() {
-                    Self::take_apart(scratch, bytes, at);
+                    Self::take_apart::<V, L>(scratch, bytes, at);
                 }
                 for t in 0..x_rows {
                     let out = &mut out[t * TILE + row];
@@ -226,7 +229,7 @@ impl<B: SuperBlock> Super<'_, B> {
         let Meeting { w, row_bytes, cols, x, x_rows, scratch } = self.meeting;
         for block in 0..cols / SUPER_BLOCK {
             for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
-                Self::take_apart(scratch, &bytes[block * B::BYTES..][..B::BYTES], row);
+                Self::take_apart::<V, L>(scratch, &bytes[block * B::BYTES..][..B::BYTES], row);
             }
             scratch.transpose::<V, L>();
             for row in 0..TILE {
@@ -319,10 +322,13 @@ impl<B: SmallBlock> Kernel for Small<'_, B> {
 impl<B: SmallBlock> Small<'_, B> {
     /// Takes up to 8 blocks apart to place `at`.
     #[inline(always)]
-    fn take_apart(scratch: &mut Scratch, bytes: &[u8], at: usize) {
+    fn take_apart<V: Vector<L>, const L: usize>(scratch: &mut Scratch, bytes: &[u8], at: usize) {
         let places = scratch.quants[at].as_chunks_mut().0.iter_mut().zip(&mut scratch.factors[at]);
         for (bytes, (quants, factor)) in bytes.chunks_exact(B::BYTES).zip(places) {
             (*quants, *factor) = B::integers(bytes);
+        }
+        if let Some(values) = B::VALUES {
+            look_up::<V, L>(&values, &mut scratch.quants[at]);
         }
     }
 
@@ -333,7 +339,7 @@ impl<B: SmallBlock> Small<'_, B> {
         for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
             for (run, bytes) in bytes.chunks(TILE * run_bytes).enumerate() {
                 for (at, bytes) in bytes.chunks(run_bytes).enumerate() {
-                    Self::take_apart(scratch, bytes, at);
+                    Self::take_apart::<V, L>(scratch, bytes, at);
                 }
                 for t in 0..x_rows {
                     let out = &mut out[t * TILE + row];
@@ -386,7 +392,7 @@ impl<B: SmallBlock> Small<'_, B> {
             let bytes = run * run_bytes..row_bytes.min((run + 1) * run_bytes);
             let blocks = bytes.len() / B::BYTES;
             for (row, row_bytes) in w.chunks_exact(row_bytes).enumerate() {
-                Self::take_apart(scratch, &row_bytes[bytes.clone()], row);
+                Self::take_apart::<V, L>(scratch, &row_bytes[bytes.clone()], row);
             }
             scratch.transpose::<V, L>();
             let mut t = 0;
@@ -461,6 +467,16 @@ fn dots<V: Vector<L>, const L: usize, const T: usize>(
         }
     }
     dots
+}
+
+/// `values[q]` for each quant; those that no block has filled are some block's of before.
+#[inline(always)]
+fn look_up<V: Vector<L>, const L: usize>(values: &[u8; 16], quants: &mut [u8; SUPER_BLOCK]) {
+    for quants in quants.as_chunks_mut::<4>().0.as_chunks_mut::<L>().0 {
+        let mut lanes = [0; L];
+        V::Integer::load(quants).look_up(values).store(&mut lanes);
+        *quants = lanes.map(i32::to_ne_bytes);
+    }
 }
 
 #[inline(always)]

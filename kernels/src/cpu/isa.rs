@@ -148,6 +148,9 @@ pub(super) trait Integer<const L: usize>: Copy {
     /// Adds to each lane the products of two signed halves.
     fn dot2(self, a: Self, b: Self) -> Self;
 
+    /// `values[byte]` for each byte up to 15; of others something.
+    fn look_up(self, values: &[u8; 16]) -> Self;
+
     /// Sum of the lanes.
     fn sum(self) -> i32;
 
@@ -359,6 +362,12 @@ impl Integer<4> for PortableInteger {
     }
 
     #[inline(always)]
+    fn look_up(self, values: &[u8; 16]) -> Self {
+        let of = |byte: u8| values[usize::from(byte & 15)];
+        Self(self.0.map(|lane| i32::from_ne_bytes(lane.to_ne_bytes().map(of))))
+    }
+
+    #[inline(always)]
     fn sum(self) -> i32 {
         self.0.into_iter().fold(0, i32::wrapping_add)
     }
@@ -448,6 +457,9 @@ mod tests {
             expect("dot2", base.dot2(V::Integer::load(&halves), V::Integer::load(&other)), &dot);
             expect("add", w_lanes.add(x_lanes), &|l| w[l].bits().wrapping_add(x[l].bits()));
             expect("mul", w_lanes.mul(x_lanes), &|l| w[l].bits().wrapping_mul(x[l].bits()));
+            let (nibbles, values) = (w.map(|w| w.map(|w| w & 15)), std::array::from_fn(|i| (i * 17) as u8));
+            let looked_up = V::Integer::load(&nibbles).look_up(&values);
+            expect("look-up", looked_up, &|l| nibbles[l].map(|w| w * 17).bits());
             assert_eq!(w_lanes.sum(), w.iter().fold(0, |sum: i32, w| sum.wrapping_add(w.bits())));
             let scales = std::array::from_fn(|i| 100 + i as i32);
             for part in 0..64 / L {

@@ -141,6 +141,22 @@ fn vnni_dot2(sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
 
 #[target_feature(enable = "avx2")]
 #[inline]
+fn look_up_8(bytes: __m256i, values: &[u8; 16]) -> __m256i {
+    // SAFETY: the reference covers the 16 bytes, at any alignment.
+    let values = unsafe { _mm_loadu_si128(values.as_ptr().cast()) };
+    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), bytes)
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn look_up_16(bytes: __m512i, values: &[u8; 16]) -> __m512i {
+    // SAFETY: the reference covers the 16 bytes, at any alignment.
+    let values = unsafe { _mm_loadu_si128(values.as_ptr().cast()) };
+    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), bytes)
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
 fn spread_to_8<const PER: usize>(scales: &[i32; 16], part: usize) -> __m256i {
     let scale = |half: usize| _mm_set1_epi32(scales[(part * 8 + half * 4) / PER]);
     _mm256_set_m128i(scale(1), scale(0))
@@ -215,7 +231,7 @@ macro_rules! vector {
     (
         $name:ident, $integer:ident, $lanes:literal, $splat:ident, $load:ident, $store:ident, $mul:ident, $mul_add:ident,
         $sum:ident, $convert:ident, $upper:ident; $i_zero:ident, $i_splat:ident, $i_load:ident, $i_store:ident, $i_add:ident, $i_mul:ident,
-        $dot4:ident, $dot2:ident, $i_sum:ident, $spread:ident, $transpose:ident
+        $dot4:ident, $dot2:ident, $look_up:ident, $i_sum:ident, $spread:ident, $transpose:ident
     ) => {
         impl Vector<$lanes> for $name {
             type Integer = $integer;
@@ -320,6 +336,12 @@ macro_rules! vector {
             }
 
             #[inline(always)]
+            fn look_up(self, values: &[u8; 16]) -> Self {
+                // SAFETY: features as in `splat`.
+                Self(unsafe { $look_up(self.0, values) })
+            }
+
+            #[inline(always)]
             fn sum(self) -> i32 {
                 // SAFETY: features as in `splat`.
                 unsafe { $i_sum(self.0) }
@@ -351,15 +373,15 @@ macro_rules! vector {
 vector!(
     Avx2, Avx2Integer, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_mul_ps, _mm256_fmadd_ps, sum_of_8,
     _mm256_cvtepi32_ps, upper_of_8; _mm256_setzero_si256, _mm256_set1_epi32, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_add_epi32,
-    _mm256_mullo_epi32, dot4_of_8, dot2_of_8, integer_sum_of_8, spread_to_8, transpose_8
+    _mm256_mullo_epi32, dot4_of_8, dot2_of_8, look_up_8, integer_sum_of_8, spread_to_8, transpose_8
 );
 vector!(
     Avx512, Avx512Integer, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_mul_ps, _mm512_fmadd_ps, sum_of_16,
     _mm512_cvtepi32_ps, upper_of_16; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_add_epi32,
-    _mm512_mullo_epi32, dot4_of_16, dot2_of_16, integer_sum_of_16, spread_to_16, transpose_16
+    _mm512_mullo_epi32, dot4_of_16, dot2_of_16, look_up_16, integer_sum_of_16, spread_to_16, transpose_16
 );
 vector!(
     Avx512Vnni, Avx512VnniInteger, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_mul_ps, _mm512_fmadd_ps,
     sum_of_16, _mm512_cvtepi32_ps, upper_of_16; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512,
-    _mm512_add_epi32, _mm512_mullo_epi32, vnni_dot4, vnni_dot2, integer_sum_of_16, spread_to_16, transpose_16
+    _mm512_add_epi32, _mm512_mullo_epi32, vnni_dot4, vnni_dot2, look_up_16, integer_sum_of_16, spread_to_16, transpose_16
 );

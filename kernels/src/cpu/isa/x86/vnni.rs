@@ -47,7 +47,7 @@ impl Default for Left {
     }
 }
 
-/// What [`super::super::Proven::few`] runs, of a type that it is compiled for. Needs what [`super::avx512_vnni`] needs.
+/// The products with weights of a type, where there are such. To call it needs what [`super::avx512_vnni`] needs.
 pub(in crate::cpu) fn of(dtype: Dtype) -> Option<unsafe fn(Meeting<'_>, &mut [f32])> {
     Some(match dtype {
         Dtype::Q2_K => supers::<Q2_K>,
@@ -73,14 +73,15 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
         let mut chain = _mm512_setzero_ps();
         for first in (0..cols / SUPER_BLOCK).step_by(RUN) {
             let blocks = RUN.min(cols / SUPER_BLOCK - first);
+            let xs: [&Block; RUN] = std::array::from_fn(|b| x.block(first + b.min(blocks - 1), t));
             let mut starts = [[_mm512_setzero_si512(); 4]; RUN];
-            for (b, starts) in starts[..blocks].iter_mut().enumerate() {
-                *starts = starts_of(B::OFFSET, x.block(first + b, t));
+            for (starts, x) in starts[..blocks].iter_mut().zip(xs) {
+                *starts = starts_of(B::OFFSET, x);
             }
             for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
                 let bytes = &bytes[first * B::BYTES..][..blocks * B::BYTES];
                 for (b, bytes) in bytes.chunks_exact(B::BYTES).enumerate() {
-                    let x = x.block(first + b, t);
+                    let x = xs[b];
                     // SAFETY: the features of this function.
                     let (quants, scales) = unsafe { (B::quants(bytes), B::scales(bytes)) };
                     let mut sums = _mm512_setzero_si512();
@@ -106,7 +107,7 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
                 }
             }
             for b in 0..blocks {
-                let x = x.block(first + b, t);
+                let x = xs[b];
                 let factors = load(&left.factors[b][0]);
                 let d = halves(factors);
                 chain = _mm512_fmadd_ps(
@@ -139,14 +140,16 @@ fn pairs<B: Pair>(meeting: Meeting<'_>, out: &mut [f32]) {
         let mut chain = _mm512_setzero_ps();
         for first in (0..pairs).step_by(RUN) {
             let run = RUN.min(pairs - first);
+            let last = (first + run - 1) / PAIRS;
+            let xs: [&Block; RUN / PAIRS] = std::array::from_fn(|i| x.block(last.min(first / PAIRS + i), t));
             let mut starts = [[_mm512_setzero_si512(); PAIRS]; RUN / PAIRS];
-            for (i, starts) in starts[..run.div_ceil(PAIRS)].iter_mut().enumerate() {
-                *starts = starts_of(B::OFFSET, x.block(first / PAIRS + i, t));
+            for (starts, x) in starts.iter_mut().zip(xs) {
+                *starts = starts_of(B::OFFSET, x);
             }
             for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
                 let bytes = &bytes[first * 2 * B::BYTES..];
                 for p in 0..run {
-                    let x = x.block((first + p) / PAIRS, t);
+                    let x = xs[p / PAIRS];
                     let a = &bytes[p * 2 * B::BYTES..];
                     let (a, b) = (&a[..B::BYTES], &a[B::BYTES..]);
                     // A pair without a second block: the first one in its place meets zeros.
@@ -161,13 +164,13 @@ fn pairs<B: Pair>(meeting: Meeting<'_>, out: &mut [f32]) {
                 }
             }
             for p in 0..run {
-                let x = x.block((first + p) / PAIRS, t);
+                let x = xs[p / PAIRS];
                 let dots = add_up_halves(&left.sums[p]);
                 let blocks = if (first + p) * 2 + 1 < cols / SMALL_BLOCK { 2 } else { 1 };
                 for (i, dots) in dots.into_iter().enumerate().take(blocks) {
                     // SAFETY: the features of this function.
                     let d = unsafe { B::factors(load(&left.factors[p][i])) };
-                    let d = _mm512_mul_ps(d, _mm512_set1_ps(x.factors[(first + p) % PAIRS * 2 + i]));
+                    let d = _mm512_mul_ps(d, _mm512_set1_ps(x.factors[p % PAIRS * 2 + i]));
                     chain = _mm512_fmadd_ps(d, _mm512_cvtepi32_ps(dots), chain);
                 }
             }
@@ -263,7 +266,7 @@ fn add_up_bytes(rows: &[u64; TILE], x: &Block) -> __m512i {
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn quants_of(x: &Block, part: usize) -> __m512i {
-    // SAFETY: 16 lanes from one that is a multiple of 16 below 64: the array has them all.
+    // SAFETY: the reference covers the 64 bytes, at any alignment.
     unsafe { _mm512_loadu_si512(x.quants.as_chunks::<16>().0[part].as_ptr().cast()) }
 }
 

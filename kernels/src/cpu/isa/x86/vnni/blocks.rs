@@ -209,7 +209,7 @@ impl Super for IQ4_XS {
         let mut quants = [_mm512_setzero_si512(); 4];
         for (part, quants) in quants.iter_mut().enumerate() {
             let nibbles = nibbles_of_two([sixteen(bytes, 8 + 32 * part), sixteen(bytes, 24 + 32 * part)]);
-            *quants = _mm512_shuffle_epi8(table(&Self::VALUES), nibbles);
+            *quants = _mm512_shuffle_epi8(table(Self::VALUES), nibbles);
         }
         quants
     }
@@ -292,7 +292,7 @@ impl Pair for IQ4_NL {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     #[inline]
     unsafe fn quants([a, b]: [&[u8]; 2]) -> __m512i {
-        _mm512_shuffle_epi8(table(&Self::VALUES), nibbles_of_two([sixteen(a, 2), sixteen(b, 2)]))
+        _mm512_shuffle_epi8(table(Self::VALUES), nibbles_of_two([sixteen(a, 2), sixteen(b, 2)]))
     }
 
     #[inline(always)]
@@ -305,7 +305,7 @@ impl Pair for MXFP4 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     #[inline]
     unsafe fn quants([a, b]: [&[u8]; 2]) -> __m512i {
-        _mm512_shuffle_epi8(table(&Self::VALUES), nibbles_of_two([sixteen(a, 1), sixteen(b, 1)]))
+        _mm512_shuffle_epi8(table(Self::VALUES), nibbles_of_two([sixteen(a, 1), sixteen(b, 1)]))
     }
 
     #[inline(always)]
@@ -403,8 +403,8 @@ fn spread_16(lanes: __m512i) -> [__m512i; 4] {
 
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn table(values: &[u8; 16]) -> __m512i {
-    _mm512_broadcast_i32x4(sixteen(values, 0))
+fn table(values: Option<[u8; 16]>) -> __m512i {
+    _mm512_broadcast_i32x4(sixteen(&values.expect("a type whose nibbles are looked up"), 0))
 }
 
 /// 32 bytes from `at` on, in both halves.
