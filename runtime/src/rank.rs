@@ -1,11 +1,12 @@
-//! Ranks: one thread each, all of one process and one config, walking through every step together.
+//! Ranks: one thread each, all of one process and one config, walking through every step together; on a processor one thread for
+//! all of them.
 
 use crate::Error;
 use crate::batch::Batch;
 use crate::comm::{Communicator, Local, Peer, SharedGpu};
 use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
-use crate::load::{load, mla_shape};
+use crate::load::{Placing, load, mla_shape};
 use crate::model::Model;
 use crate::upload::{Digests, LoadPlan, upload};
 use formats::checkpoint::{Checkpoint, RankShard};
@@ -15,7 +16,7 @@ use formats::{Dtype, ModelConfig};
 use kernels::cpu::Cpu;
 use kernels::cuda::{Cuda, Tiling};
 use kernels::reference::Reference;
-use kernels::{Backend, HostBuffer, StepLimits};
+use kernels::{Backend, StepLimits};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -65,7 +66,6 @@ impl RankGroup {
     ) -> Result<Self, Error> {
         let manifest = checkpoint.manifest();
         let ranks = manifest.ranks;
-        let threads = threads_per_rank(options.threads, ranks);
         let config = Arc::new(manifest.model.clone());
         checkpoint.rank_manifests()?;
         let shards = (0..ranks).map(|rank| checkpoint.rank(rank)).collect::<Result<Vec<_>, _>>()?;
@@ -94,26 +94,23 @@ impl RankGroup {
             Ok::<_, Error>(())
         };
         match gpus {
-            None => {
-                for ((rank, shard), communicator) in
-                    shards.into_iter().enumerate().zip(Local::group(ranks, longest))
-                {
-                    let (config, arithmetic) = (Arc::clone(&config), options.arithmetic);
-                    spawn(
-                        rank,
-                        Box::new(move |link| match arithmetic {
-                            Arithmetic::Fast => {
-                                link.run(|| {
-                                    on_host(Cpu::new(threads)?, communicator, &shard, &config, limits)
-                                });
-                            }
-                            Arithmetic::Reference => {
-                                link.run(|| on_host(Reference::new(), communicator, &shard, &config, limits));
-                            }
-                        }),
-                    )?;
+            None => match options.arithmetic {
+                Arithmetic::Fast => {
+                    let (config, alone) = (Arc::clone(&config), Local::group(1, longest).remove(0));
+                    let threads = threads_of(options.threads);
+                    let make = move || joined(Cpu::new(threads)?, alone, &shards, &config, limits);
+                    spawn(0, Box::new(|link| link.run(make)))?;
                 }
-            }
+                Arithmetic::Reference => {
+                    for ((rank, shard), communicator) in
+                        shards.into_iter().enumerate().zip(Local::group(ranks, longest))
+                    {
+                        let config = Arc::clone(&config);
+                        let make = move || own(Reference::new(), communicator, &shard, &config, limits);
+                        spawn(rank, Box::new(|link| link.run(make)))?;
+                    }
+                }
+            },
             Some(gpus) => {
                 if options.arithmetic == Arithmetic::Reference {
                     let expected = "--device cpu with it: the slow arithmetic is the processor's".to_owned();
@@ -124,7 +121,8 @@ impl RankGroup {
                     });
                 }
                 let digests = if options.verify { Digests::Check } else { Digests::Skip };
-                let (mode, threads) = (options.device.load_mode, threads.clamp(2, 8));
+                let mode = options.device.load_mode;
+                let threads = (threads_of(options.threads) / ranks).clamp(2, 8);
                 let plan = LoadPlan { mode, digests, threads, stop: Arc::clone(&stop) };
                 let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
                 match options.device.communicator {
@@ -164,7 +162,7 @@ impl RankGroup {
         let mut group =
             Self { ranks: handles, results, batch: Arc::default(), logits: Vec::new(), vocab_size };
         let mut failed = None;
-        for _ in 0..ranks {
+        for _ in 0..group.ranks.len() {
             let Ok((rank, result)) = ready.recv() else {
                 return Err(
                     failed.unwrap_or(Error::Stopped("a rank's thread ended while loading".to_owned()))
@@ -300,17 +298,37 @@ impl Link {
     }
 }
 
-/// A rank in ordinary memory: its weights are the mapped file.
-fn on_host<B: Backend<Buffer = HostBuffer>>(
-    backend: B,
+/// All ranks as one on a processor, whose threads share every operation: nothing that all ranks compute alike is computed twice, and
+/// nothing is waited for. Its weights are the mapped files.
+fn joined(
+    backend: Cpu,
+    communicator: Local,
+    shards: &[RankShard],
+    config: &ModelConfig,
+    limits: StepLimits,
+) -> Result<Model<Cpu, Local>, Error> {
+    let weights = load(shards, config, |Placing { parts, axis, scales }| {
+        let views = parts.iter().map(|(shard, entry)| shard.view(entry)).collect::<Result<_, _>>()?;
+        let tensor = || parts[0].1.name.clone();
+        backend
+            .joined_weight(views, *axis, scales)
+            .map_err(|source| Error::Weight { tensor: tensor(), source })
+    })?;
+    Model::new(backend, communicator, weights, config, limits)
+}
+
+/// One rank in ordinary memory. Its weights are the mapped file.
+fn own(
+    backend: Reference,
     communicator: Local,
     shard: &RankShard,
     config: &ModelConfig,
     limits: StepLimits,
-) -> Result<Model<B, Local>, Error> {
-    let weights = load(shard, config, |entry, scales| {
+) -> Result<Model<Reference, Local>, Error> {
+    let weights = load(std::slice::from_ref(shard), config, |Placing { parts, scales, .. }| {
+        let (shard, entry) = parts[0];
         let view = shard.view(entry)?;
-        let placed = match scales {
+        let placed = match &scales[..] {
             [] => backend.weight(view),
             scales => backend.scaled_weight(view, scales),
         };
@@ -348,7 +366,8 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     );
     let converted = RefCell::new(BTreeMap::<Dtype, (usize, u64)>::new());
     let data_start = shard.manifest().data_start;
-    let weights = load(shard, config, |entry, scales| {
+    let weights = load(std::slice::from_ref(shard), config, |Placing { parts, scales, .. }| {
+        let (_, entry) = parts[0];
         let view = shard.arranged(entry)?;
         if (!backend.keeps(entry.dtype) || !scales.is_empty()) && entry.shape.dims().len() > 1 {
             let mut converted = converted.borrow_mut();
@@ -356,7 +375,7 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
             *tensors += 1;
             *more += 2 * entry.shape.elements();
         }
-        let placed = match scales {
+        let placed = match &scales[..] {
             [] => backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view, tiling(entry)),
             scales => backend.scaled_weight(view, scales),
         };
@@ -381,10 +400,10 @@ fn tiling(entry: &TensorEntry) -> Tiling {
     }
 }
 
-/// Worker threads of each rank when `total` are shared by all.
-fn threads_per_rank(total: Option<usize>, ranks: usize) -> usize {
+/// Worker threads of all ranks together.
+fn threads_of(given: Option<usize>) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (total.unwrap_or_else(cores) / ranks).max(1)
+    given.unwrap_or_else(cores).max(1)
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
