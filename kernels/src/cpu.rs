@@ -75,6 +75,23 @@ impl Cpu {
         Self::with(Proven::new(isa).ok_or(Error::Isa { isa })?, threads)
     }
 
+    /// A weight of the parts that several ranks have of it, each cut along dimension `axis`, in the order of ranks; `scales` as in
+    /// [`Backend::scaled_weight`], none of them being 1.
+    ///
+    /// # Errors
+    /// Those of [`Backend::scaled_weight`], and [`Error::WeightShape`] when the parts are no parts of one weight.
+    ///
+    /// # Panics
+    /// When there is no part, or it has fewer dimensions.
+    pub fn joined_weight(
+        &self,
+        parts: Vec<TensorView>,
+        axis: usize,
+        scales: &[f32],
+    ) -> Result<Weight, Error> {
+        Weight::joined(parts, axis, scales)
+    }
+
     fn with(isa: Proven, threads: usize) -> Result<Self, Error> {
         Ok(Self {
             isa,

@@ -123,7 +123,7 @@ impl Backend for Reference {
     }
 
     fn scaled_weight(&self, view: TensorView, scales: &[f32]) -> Result<Weight, Error> {
-        let scales = scale_each(&view, scales)?;
+        let scales = scale_each(view.shape(), scales)?;
         let mut weight = self.weight(view)?;
         let [_, rows, cols] = weight.dims;
         for (matrix, scale) in weight.values.chunks_exact_mut((rows * cols).max(1)).zip(scales) {

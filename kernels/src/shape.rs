@@ -75,10 +75,10 @@ pub struct MoeShape {
 }
 
 /// One scale for each matrix, from one for all or one for each.
-pub(crate) fn scale_each(view: &TensorView, scales: &[f32]) -> Result<Vec<f32>, Error> {
-    let [experts, ..] = dims_of(view)?;
+pub(crate) fn scale_each(shape: &Shape, scales: &[f32]) -> Result<Vec<f32>, Error> {
+    let [experts, ..] = dims(shape)?;
     match scales {
-        [scale] if view.shape().dims().len() < 3 => Ok(vec![*scale; experts]),
+        [scale] if shape.dims().len() < 3 => Ok(vec![*scale; experts]),
         scales if scales.len() == experts => Ok(scales.to_vec()),
         scales => Err(Error::Scales { expected: experts, found: scales.len() }),
     }

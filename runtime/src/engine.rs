@@ -474,12 +474,14 @@ const CACHE_BYTES: usize = 4 << 30;
 /// Bytes that a block takes on all ranks.
 fn block_bytes(model: &ModelConfig, ranks: usize, options: &EngineOptions) -> usize {
     let width = model.attention.kv_lora_rank + model.attention.qk_rope_head_dim;
-    let value = match options.device.device {
-        Device::Cpu => size_of::<f32>(),
+    let (value, caches) = match (&options.device.device, options.arithmetic) {
+        // All ranks are one there.
+        (Device::Cpu, Arithmetic::Fast) => (size_of::<f32>(), 1),
+        (Device::Cpu, Arithmetic::Reference) => (size_of::<f32>(), ranks),
         // F16.
-        Device::Cuda(_) => 2,
+        (Device::Cuda(_), _) => (2, ranks),
     };
-    BLOCK_TOKENS * width * value * model.layers.len() * ranks
+    BLOCK_TOKENS * width * value * model.layers.len() * caches
 }
 
 /// Asks for the cache's memory once before a rank does, who could only give up: untouched memory costs nothing.

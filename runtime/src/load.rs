@@ -89,18 +89,32 @@ pub enum FfnWeights<W> {
     Moe(Box<MoeWeights<W>>),
 }
 
-/// Loads a rank's share of the trunk. Indexer and MTP tensors stay in the file: dense attention has no use for them.
+/// A tensor whose shape is right.
+#[derive(Debug)]
+pub struct Placing<'a> {
+    /// Where it is: in one rank file, or cut over several, in the order of ranks.
+    pub parts: Vec<(&'a RankShard, &'a TensorEntry)>,
+    /// The dimension along which it is cut.
+    pub axis: usize,
+    /// What it is multiplied by besides; most tensors have none.
+    pub scales: Vec<f32>,
+}
+
+/// Loads the trunk's shares of some ranks, which become one: a rank's own, or all of them. Indexer and MTP tensors stay in the
+/// file: dense attention has no use for them.
 ///
-/// `place` makes a weight of a tensor whose shape is right, times the scales it is given, of which most tensors have none: it says
-/// where the bytes go and what the device refuses.
+/// `place` makes a weight of a tensor: it says where the bytes go and what the device refuses.
 ///
 /// # Errors
 /// [`Error`] naming the file and the tensor.
-pub fn load<W, P>(shard: &RankShard, model: &ModelConfig, place: P) -> Result<Weights<W>, Error>
+///
+/// # Panics
+/// When there is no rank.
+pub fn load<W, P>(shards: &[RankShard], model: &ModelConfig, place: P) -> Result<Weights<W>, Error>
 where
-    P: Fn(&TensorEntry, &[f32]) -> Result<W, Error>,
+    P: Fn(&Placing<'_>) -> Result<W, Error>,
 {
-    let loader = Loader { place, shard, model };
+    let loader = Loader { place, shards, model };
     let (embed_tokens, embed_rows) =
         loader.cut(TensorName::Model(ModelRole::EmbedTokens), &loader.vocab_shape(), 0)?;
     let layers = model
@@ -136,11 +150,11 @@ pub fn mla_shape(model: &ModelConfig, heads: usize) -> MlaShape {
 
 struct Loader<'a, P> {
     place: P,
-    shard: &'a RankShard,
+    shards: &'a [RankShard],
     model: &'a ModelConfig,
 }
 
-impl<W, P: Fn(&TensorEntry, &[f32]) -> Result<W, Error>> Loader<'_, P> {
+impl<W, P: Fn(&Placing<'_>) -> Result<W, Error>> Loader<'_, P> {
     fn vocab_shape(&self) -> [usize; 2] {
         [self.model.vocab_size, self.model.hidden_size]
     }
@@ -295,9 +309,10 @@ impl<W, P: Fn(&TensorEntry, &[f32]) -> Result<W, Error>> Loader<'_, P> {
 
     /// A tensor that every rank has whole.
     fn whole(&self, name: TensorName, shape: &[usize]) -> Result<W, Error> {
-        let entry = self.expect_shape(name, shape)?;
+        let shard = self.first();
+        let entry = self.expect_shape(shard, name, shape)?;
         match entry.shard {
-            Shard::Whole(_) => self.place(entry),
+            Shard::Whole(_) => self.place(vec![(shard, entry)], 0),
             Shard::Cut { axis, .. } => {
                 Err(self.mismatch(name, "a replicated tensor", &format!("a cut along axis {axis}")))
             }
@@ -306,51 +321,87 @@ impl<W, P: Fn(&TensorEntry, &[f32]) -> Result<W, Error>> Loader<'_, P> {
 
     /// A tensor that may be cut along `axis`, and the range of that axis that is here.
     fn cut(&self, name: TensorName, shape: &[usize], axis: usize) -> Result<(W, Range<usize>), Error> {
-        let entry = self.expect_shape(name, shape)?;
-        let range = match entry.shard {
-            Shard::Whole(_) if self.shard.manifest().ranks == 1 => 0..shape[axis],
-            Shard::Cut { axis: found, start, len } if found == axis => start as usize..(start + len) as usize,
-            other => {
-                return Err(self.mismatch(name, &format!("a cut along axis {axis}"), &format!("{other:?}")));
+        let mut parts = Vec::with_capacity(self.shards.len());
+        let mut whole: Option<Range<usize>> = None;
+        for shard in self.shards {
+            let entry = self.expect_shape(shard, name, shape)?;
+            let range = match entry.shard {
+                Shard::Whole(_) if shard.manifest().ranks == 1 => 0..shape[axis],
+                Shard::Cut { axis: found, start, len } if found == axis => {
+                    start as usize..(start + len) as usize
+                }
+                other => {
+                    let expected = format!("a cut along axis {axis}");
+                    return Err(mismatch(shard, name, &expected, &format!("{other:?}")));
+                }
+            };
+            match &mut whole {
+                None => whole = Some(range),
+                Some(whole) if whole.end == range.start => whole.end = range.end,
+                Some(whole) => {
+                    let expected = format!("a cut that begins at {}, where the last rank's ends", whole.end);
+                    return Err(mismatch(shard, name, &expected, &format!("{range:?}")));
+                }
             }
-        };
-        Ok((self.place(entry)?, range))
+            parts.push((shard, entry));
+        }
+        Ok((self.place(parts, axis)?, whole.expect("at least one rank")))
     }
 
-    fn place(&self, entry: &TensorEntry) -> Result<W, Error> {
-        let Some(name) = &entry.scale else { return (self.place)(entry, &[]) };
-        let scale = self.shard.entry(name).expect("a manifest that was checked has the scales that it names");
-        let mut scales = vec![0.0; scale.shape.elements() as usize];
-        quant::decode(scale.dtype, self.shard.view(scale)?.bytes(), &mut scales)?;
-        (self.place)(entry, &scales)
+    fn place(&self, parts: Vec<(&RankShard, &TensorEntry)>, axis: usize) -> Result<W, Error> {
+        let mut scales = Vec::new();
+        for (shard, entry) in &parts {
+            let Some(name) = &entry.scale else { continue };
+            let scale = shard.entry(name).expect("a manifest that was checked has the scales that it names");
+            let first = scales.len();
+            scales.resize(first + scale.shape.elements() as usize, 0.0);
+            quant::decode(scale.dtype, shard.view(scale)?.bytes(), &mut scales[first..])?;
+            if let Shard::Whole(_) = scale.shard {
+                break;
+            }
+        }
+        (self.place)(&Placing { parts, axis, scales })
     }
 
-    fn expect_shape(&self, name: TensorName, shape: &[usize]) -> Result<&TensorEntry, Error> {
-        let entry = self.entry(name)?;
+    fn expect_shape<'a>(
+        &self,
+        shard: &'a RankShard,
+        name: TensorName,
+        shape: &[usize],
+    ) -> Result<&'a TensorEntry, Error> {
+        let entry = entry(shard, name)?;
         let dims: Vec<u64> = shape.iter().map(|&d| d as u64).collect();
         if entry.full_shape.dims() != dims {
-            return Err(self.mismatch(
-                name,
-                &format!("shape {dims:?}, as the model config says"),
-                &entry.full_shape.to_string(),
-            ));
+            let expected = format!("shape {dims:?}, as the model config says");
+            return Err(mismatch(shard, name, &expected, &entry.full_shape.to_string()));
         }
         Ok(entry)
     }
 
     fn entry(&self, name: TensorName) -> Result<&TensorEntry, Error> {
-        let native = native(name);
-        self.shard.entry(&native).ok_or_else(|| self.mismatch(name, "it in the checkpoint", "no such tensor"))
+        entry(self.first(), name)
+    }
+
+    fn first(&self) -> &RankShard {
+        self.shards.first().expect("at least one rank")
     }
 
     fn mismatch(&self, name: TensorName, expected: &str, found: &str) -> Error {
-        let fault = formats::Error::Tensor {
-            tensor: native(name),
-            expected: expected.to_owned(),
-            found: format!("{found}; convert the model again"),
-        };
-        fault.in_file(self.shard.path()).into()
+        mismatch(self.first(), name, expected, found)
     }
+}
+
+fn entry(shard: &RankShard, name: TensorName) -> Result<&TensorEntry, Error> {
+    shard.entry(&native(name)).ok_or_else(|| mismatch(shard, name, "it in the checkpoint", "no such tensor"))
+}
+
+fn mismatch(shard: &RankShard, name: TensorName, expected: &str, found: &str) -> Error {
+    let fault = formats::Error::Tensor {
+        tensor: native(name),
+        expected: expected.to_owned(),
+        found: format!("{found}; convert the model again"),
+    };
+    fault.in_file(shard.path()).into()
 }
 
 fn native(name: TensorName) -> String {

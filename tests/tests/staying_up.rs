@@ -234,7 +234,9 @@ fn a_rank_that_panics_is_named_to_everybody_and_nobody_waits_for_it() {
         let (shard, config) = (checkpoint.rank(rank).unwrap(), config.clone());
         move || {
             let backend = Reference::new();
-            let weights = load(&shard, &config, |entry, _| Ok(backend.weight(shard.view(entry)?)?))?;
+            let weights = load(std::slice::from_ref(&shard), &config, |placing| {
+                Ok(backend.weight(shard.view(placing.parts[0].1)?)?)
+            })?;
             Model::new(backend, Panics { local, left }, weights, &config, limits)
         }
     });

@@ -1,6 +1,6 @@
 //! Four bits an element that choose one of 16 values.
 
-use super::integers::{SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers};
+use super::integers::{SMALL_BLOCK, SUPER_BLOCK, SmallBlock, SuperBlock, SuperIntegers, Words};
 use super::{block, block_of, f16_to_f32, finite};
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -102,12 +102,13 @@ impl NVFP4 {
 impl SmallBlock for IQ4_NL {
     const OFFSET: i32 = 127;
     const LARGEST: u8 = 240;
+    const VALUES: Option<[u8; 16]> = Some(raised(&NONLINEAR, 127));
 
     #[inline(always)]
     fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
         let block: &Self = block_of(bytes);
         let mut quants = [0; SMALL_BLOCK];
-        choose_integers(&raised(&NONLINEAR, 127), &block.qs, &mut quants);
+        nibbles(&block.qs, &mut quants);
         (quants, f16_to_f32(block.d))
     }
 }
@@ -116,6 +117,7 @@ impl SuperBlock for IQ4_XS {
     const GROUP: usize = 32;
     const OFFSET: i32 = 127;
     const LARGEST: u8 = 240;
+    const VALUES: Option<[u8; 16]> = Some(raised(&NONLINEAR, 127));
 
     #[inline(always)]
     fn integers(bytes: &[u8]) -> SuperIntegers {
@@ -128,7 +130,7 @@ impl SuperBlock for IQ4_XS {
             let high = (scales_h >> (group * 2) & 3) as u8;
             minima[group] = i16::from(low | high << 4) - 32;
             scales[group] = i32::from(minima[group]);
-            choose_integers(&raised(&NONLINEAR, 127), qs, quants);
+            nibbles(qs, quants);
         }
         SuperIntegers { quants, scales, minima, factors: [f16_to_f32(block.d), 0.0] }
     }
@@ -137,12 +139,13 @@ impl SuperBlock for IQ4_XS {
 impl SmallBlock for MXFP4 {
     const OFFSET: i32 = 12;
     const LARGEST: u8 = 24;
+    const VALUES: Option<[u8; 16]> = Some(raised(&E2M1_DOUBLED, 12));
 
     #[inline(always)]
     fn integers(bytes: &[u8]) -> ([u8; SMALL_BLOCK], f32) {
         let block: &Self = block_of(bytes);
         let mut quants = [0; SMALL_BLOCK];
-        choose_integers(&raised(&E2M1_DOUBLED, 12), &block.qs, &mut quants);
+        nibbles(&block.qs, &mut quants);
         (quants, half_e8m0(block.e))
     }
 }
@@ -158,13 +161,12 @@ const fn raised(values: &[i8; 16], offset: i16) -> [u8; 16] {
     raised
 }
 
-/// `values[q]` for the low, then for the high nibbles of `qs`.
+/// The low, then the high nibbles of `qs`.
 #[inline(always)]
-fn choose_integers(values: &[u8; 16], qs: &[u8; 16], quants: &mut [u8; SMALL_BLOCK]) {
-    let (low, high) = quants.split_at_mut(16);
-    for ((low, high), q) in low.iter_mut().zip(high).zip(qs) {
-        (*low, *high) = (values[usize::from(q & 0x0f)], values[usize::from(q >> 4)]);
-    }
+fn nibbles(qs: &[u8; 16], quants: &mut [u8; SMALL_BLOCK]) {
+    let qs = Words::<2>::of(qs);
+    qs.field(0, 0x0f).put(&mut quants[..16]);
+    qs.field(4, 0x0f).put(&mut quants[16..]);
 }
 
 /// `d * values[q]` for the low, then for the high nibbles of `qs`. `out` is twice as long as `qs`.

@@ -17,6 +17,8 @@ pub trait SuperBlock: Block {
     const OFFSET: i32;
     /// The largest quant.
     const LARGEST: u8;
+    /// What [`SuperBlock::integers`] leaves to be looked up: where there are values, its quants are their indices.
+    const VALUES: Option<[u8; 16]> = None;
 
     /// Takes a block of [`Block::BYTES`] bytes apart.
     ///
@@ -88,6 +90,8 @@ pub trait SmallBlock: Block {
     const OFFSET: i32;
     /// The largest quant.
     const LARGEST: u8;
+    /// As [`SuperBlock::VALUES`].
+    const VALUES: Option<[u8; 16]> = None;
 
     /// Takes a block of [`Block::BYTES`] bytes apart into quants and the factor.
     ///
@@ -151,6 +155,7 @@ mod tests {
 
         fn call_super<B: SuperBlock>(self) -> Self::Output {
             let SuperIntegers { quants, scales, minima, factors: [d, dmin] } = B::integers(self.0);
+            let quants = quants.map(|q| looked_up(B::VALUES, q));
             let value = |(i, &q): (usize, &u8)| {
                 assert!(q <= B::LARGEST);
                 let (scale, minimum) = (scales[i / B::GROUP], minima[i / B::GROUP]);
@@ -165,10 +170,15 @@ mod tests {
 
         fn call_small<B: SmallBlock>(self) -> Self::Output {
             let (quants, d) = B::integers(self.0);
+            let quants = quants.map(|q| looked_up(B::VALUES, q));
             assert!(quants.iter().all(|&q| q <= B::LARGEST));
             let value = |&q: &u8| f64::from(d) * f64::from(i32::from(q) - B::OFFSET);
             [quants.iter().map(value).collect(), decoded(B::DTYPE, self.0, SMALL_BLOCK)]
         }
+    }
+
+    fn looked_up(values: Option<[u8; 16]>, q: u8) -> u8 {
+        values.map_or(q, |values| values[usize::from(q)])
     }
 
     fn decoded(dtype: Dtype, bytes: &[u8], len: usize) -> Vec<f64> {

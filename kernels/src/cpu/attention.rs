@@ -6,7 +6,7 @@
 
 use super::blend::Blend;
 use super::dots::{Dots, Sums};
-use super::elementwise::{Softmax, SoftmaxState};
+use super::elementwise::{Merge, Softmax, SoftmaxState};
 use super::isa::Proven;
 use super::rows::Rows;
 use super::weight::Weight;
@@ -15,8 +15,12 @@ use crate::shape::MlaShape;
 use crate::step::{BLOCK_TOKENS, MlaForm, Span, Step};
 use std::ops::Range;
 
-/// Rows or heads that meet a block of keys together.
+/// Rows that meet a block of keys together.
 const TILE: usize = 4;
+/// Positions of a part of a context, whole blocks.
+const PART: usize = 2 * BLOCK_TOKENS;
+/// From this many parts on further rows wait.
+const MOST_PARTS: usize = 64;
 /// Rows of `kv_b` decoded at a time.
 const WEIGHT_ROWS: usize = 16;
 
@@ -41,7 +45,11 @@ pub(super) struct Buffers {
     row_numbers: Vec<usize>,
     /// `[heads, rows, kv_lora + rope]`: queries in the latent space.
     queries: Vec<f32>,
-    /// `[rows, heads up to a multiple of TILE, kv_lora]`: attended latents.
+    /// Row and positions of each part of a context.
+    parts: Vec<(usize, Range<usize>)>,
+    /// For each of them `[heads, kv_lora]` and `[heads, 2]`: what [`Attention::attend`] leaves.
+    parted: Vec<f32>,
+    /// `[rows, heads, kv_lora]`: attended latents.
     latents: Vec<f32>,
     /// `[heads, rows, v]`
     attended: Vec<f32>,
@@ -71,11 +79,11 @@ impl Attention<'_> {
         }
     }
 
-    /// Three steps: queries into the latent space, by head; attention over latents, by row and group of heads that share
-    /// what they read; and back, by head.
+    /// Three steps: queries into the latent space, by head; attention over latents, by row and part of its context, which is read
+    /// once for all heads; and back, by head. Parts begin at fixed positions and are put together in their order.
     fn absorbed(&self, isa: Proven, workers: &Workers, buffers: &mut Buffers) {
-        let Self { shape, cache, .. } = *self;
-        let Buffers { rows, row_numbers, queries, latents, attended } = buffers;
+        let shape = self.shape;
+        let Buffers { rows, row_numbers, queries, parts, parted, latents, attended } = buffers;
         let (n, width, latent) = (rows.len(), shape.cache_width(), shape.kv_lora);
         row_numbers.clear();
         row_numbers.extend(rows.iter().map(|&(row, _)| row));
@@ -86,47 +94,78 @@ impl Attention<'_> {
             self.absorb(isa, head, row_numbers, out, scratch);
         });
 
-        let groups = shape.heads.div_ceil(TILE);
-        let latents = grown(latents, n * groups * TILE * latent);
-        let scores = rows.iter().map(|&(row, span)| self.step.span(span).position(row) + 1).sum::<usize>();
-        workers.chunks(latents, TILE * latent, scores * shape.heads * width * 2, |i, out, scratch| {
-            let (row, span) = rows[i / groups];
-            let first = i % groups * TILE;
-            let heads = TILE.min(shape.heads - first);
-            let queries = Rows::new(&queries[(first * n + i / groups) * width..], n * width);
-            let seen = self.step.span(span).position(row) + 1;
-            out.fill(0.0);
-            let mut softmax = [SoftmaxState::default(); TILE];
-            for keys in blocks(&self.step.span(span), seen) {
-                let keys_len = keys.len();
-                let keys = Rows::new(&cache[keys.start * width..], width);
-                let scores = grown(&mut scratch.sums, heads * keys_len);
-                let products = Dots {
-                    w: keys,
-                    w_rows: keys_len,
-                    x: queries,
-                    x_rows: heads,
-                    len: width,
-                    sums: Sums::Whole,
-                };
-                isa.run(products, scores);
-                for ((scores, sum), state) in
-                    scores.chunks_exact_mut(keys_len).zip(out.chunks_exact_mut(latent)).zip(&mut softmax)
-                {
-                    isa.run(Softmax { state, scale: shape.softmax_scale, sum }, scores);
-                }
-                let weights = Rows::new(scores, keys_len);
-                let (len, stride) = (keys_len, latent);
-                isa.run(Blend { weights, rows: keys, len, width: latent, stride, sums: heads }, out);
+        let latents = grown(latents, n * shape.heads * latent);
+        let mut first = 0;
+        while first < n {
+            parts.clear();
+            let mut end = first;
+            while end < n && (end == first || parts.len() < MOST_PARTS) {
+                let (row, span) = rows[end];
+                let seen = self.step.span(span).position(row) + 1;
+                parts.extend((0..seen).step_by(PART).map(|start| (end, start..seen.min(start + PART))));
+                end += 1;
             }
-            normalise(out, latent, &softmax[..heads]);
-        });
+            let len = shape.heads * (latent + 2);
+            let work = parts.len() * PART * shape.heads * width * 2;
+            let parted = grown(parted, parts.len() * len);
+            workers.chunks(parted, len, work, |i, out, scratch| {
+                let (row, positions) = parts[i].clone();
+                let queries = Rows::new(&queries[row * width..], n * width);
+                self.attend(isa, queries, &self.step.span(rows[row].1), positions, out, scratch);
+            });
+            let out = &mut latents[first * shape.heads * latent..end * shape.heads * latent];
+            workers.chunks(out, latent, parts.len() * shape.heads * latent, |i, out, _| {
+                let (row, head) = (first + i / shape.heads, i % shape.heads);
+                let own =
+                    parts.partition_point(|part| part.0 < row)..parts.partition_point(|part| part.0 <= row);
+                let parts = &parted[own.start * len..own.end * len];
+                isa.run(Merge { parts, len, heads: shape.heads, head }, out);
+            });
+            first = end;
+        }
 
-        let heads = groups * TILE;
         let attended = grown(attended, shape.heads * n * shape.v);
         workers.chunks(attended, n * shape.v, projections, |head, out, scratch| {
-            self.project(isa, head, Rows::new(&latents[head * latent..], heads * latent), n, out, scratch);
+            let latents = Rows::new(&latents[head * latent..], shape.heads * latent);
+            self.project(isa, head, latents, n, out, scratch);
         });
+    }
+
+    /// What all heads of a row see in some positions of its span, the first of which begins a block: `out` is `[heads, kv_lora]`
+    /// before the division by the softmax's total, then each head's maximum and total.
+    fn attend(
+        &self,
+        isa: Proven,
+        queries: Rows<'_>,
+        span: &Span<'_>,
+        positions: Range<usize>,
+        out: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let Self { shape, cache, .. } = *self;
+        let (heads, width, latent) = (shape.heads, shape.cache_width(), shape.kv_lora);
+        let (out, states) = out.split_at_mut(heads * latent);
+        let softmax = grown(&mut scratch.softmax, heads);
+        softmax.fill(SoftmaxState::default());
+        out.fill(0.0);
+        for keys in blocks(span, positions) {
+            let keys_len = keys.len();
+            let keys = Rows::new(&cache[keys.start * width..], width);
+            let scores = grown(&mut scratch.sums, heads * keys_len);
+            let products =
+                Dots { w: keys, w_rows: keys_len, x: queries, x_rows: heads, len: width, sums: Sums::Whole };
+            isa.run(products, scores);
+            let rows = scores.chunks_exact_mut(keys_len).zip(out.chunks_exact_mut(latent));
+            for ((scores, sum), state) in rows.zip(&mut *softmax) {
+                isa.run(Softmax { state, scale: shape.softmax_scale, sum }, scores);
+            }
+            let weights = Rows::new(scores, keys_len);
+            let (len, stride) = (keys_len, latent);
+            isa.run(Blend { weights, rows: keys, len, width: latent, stride, sums: heads }, out);
+        }
+        for (to, state) in states.as_chunks_mut().0.iter_mut().zip(softmax) {
+            *to = state.parts();
+        }
     }
 
     /// `out` `[rows, kv_lora + rope]`: the head's queries in the latent space, `q_nope . kv_b[nope rows]`, and their rope part.
@@ -220,7 +259,7 @@ impl Attention<'_> {
         softmax.fill(SoftmaxState::default());
         out.fill(0.0);
         let context = span.cached + span.rows.len();
-        for (i, slots) in blocks(span, context).enumerate() {
+        for (i, slots) in blocks(span, 0..context).enumerate() {
             let start = i * BLOCK_TOKENS;
             self.expand(isa, slots, kv_b, sums, block);
 
@@ -324,11 +363,11 @@ struct HeadBlock<'a> {
     expanded: &'a mut [f32],
 }
 
-/// Cache slots of the first `len` positions, block by block; the last block may be a part.
-fn blocks<'a>(span: &'a Span<'_>, len: usize) -> impl Iterator<Item = Range<usize>> + use<'a> {
-    (0..len).step_by(BLOCK_TOKENS).map(move |position| {
+/// Cache slots of some positions, block by block, the first of which begins one; the last block may be a part.
+fn blocks<'a>(span: &'a Span<'_>, positions: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<'a> {
+    positions.clone().step_by(BLOCK_TOKENS).map(move |position| {
         let slot = span.slot(position);
-        slot..slot + BLOCK_TOKENS.min(len - position)
+        slot..slot + BLOCK_TOKENS.min(positions.end - position)
     })
 }
 

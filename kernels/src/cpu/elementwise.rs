@@ -58,6 +58,11 @@ impl Default for SoftmaxState {
 }
 
 impl SoftmaxState {
+    /// The largest score, and the sum of e^(score - largest).
+    pub(super) fn parts(self) -> [f32; 2] {
+        [self.max, self.total]
+    }
+
     /// What a weighted sum is multiplied by in the end.
     pub(super) fn normaliser(self) -> f32 {
         1.0 / self.total
@@ -107,5 +112,39 @@ impl Kernel for Softmax<'_> {
             max: new_max,
             total: V::lane_mul_add(self.state.total, shrink, V::load(&totals).sum()),
         };
+    }
+}
+
+/// One head's weighted sum over all parts of a context, divided by the total of its softmax.
+pub(super) struct Merge<'a> {
+    /// Parts of `len` values, in order: weighted sums `[heads, width]` of the parts' own softmaxes, then each head's
+    /// [`SoftmaxState::parts`].
+    pub parts: &'a [f32],
+    pub len: usize,
+    pub heads: usize,
+    pub head: usize,
+}
+
+impl Kernel for Merge<'_> {
+    #[inline(always)]
+    fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
+        let width = out.len();
+        let state = |part: &[f32]| part[self.heads * width..].as_chunks::<2>().0[self.head];
+        let parts = || self.parts.chunks_exact(self.len);
+        let largest = parts().fold(f32::NEG_INFINITY, |largest, part| max(largest, state(part)[0]));
+        out.fill(0.0);
+        let mut all = 0.0;
+        for part in parts() {
+            let [max, total] = state(part);
+            let weight = exp::<V, L>(max - largest);
+            all = V::lane_mul_add(total, weight, all);
+            for (out, value) in out.iter_mut().zip(&part[self.head * width..]) {
+                *out = V::lane_mul_add(*value, weight, *out);
+            }
+        }
+        let normaliser = 1.0 / all;
+        for out in out {
+            *out *= normaliser;
+        }
     }
 }

@@ -3,10 +3,11 @@
 //! The sum of a row of weights and a row of activations is one chain of f32 additions, a link for each block of weights in
 //! their order; what a link adds is an exact integer times the factors. It is the same however integers are summed, so a few
 //! activation rows and many take different ways to the same bits:
-//! - few: blocks of a weight row are taken apart and meet the activations with columns in the lanes;
+//! - few: blocks of a weight row are taken apart and meet the activations with columns in the lanes, where an instruction set has
+//!   no way of its own (`isa/x86/vnni.rs`);
 //! - many: blocks of [`TILE`] weight rows are taken apart and transposed, and each activation, in all lanes, meets as many rows.
 
-use super::isa::{Integer, Kernel, MAX_LANES, Proven, Vector};
+use super::isa::{Integer, Kernel, Left, MAX_LANES, Proven, Vector};
 use super::product::TILE;
 use super::rounded::{Block, RoundedRows};
 use formats::Dtype;
@@ -36,7 +37,10 @@ pub(super) struct Meeting<'a> {
 
 /// `out` `[x_rows, TILE]`: the products of a [`Meeting`], as many of each row's as there are weight rows; the others have no meaning.
 #[derive(Clone, Copy)]
-pub(super) struct Meet(fn(Proven, Meeting<'_>, &mut [f32]));
+pub(super) struct Meet {
+    dtype: Dtype,
+    run: fn(Proven, Meeting<'_>, &mut [f32]),
+}
 
 impl Meet {
     /// `None` for types that meet activations as they are.
@@ -45,7 +49,13 @@ impl Meet {
     }
 
     pub(super) fn run(self, isa: Proven, meeting: Meeting<'_>, out: &mut [f32]) {
-        (self.0)(isa, meeting, out);
+        let meeting = match meeting.x_rows <= FEW {
+            true => isa.in_registers(self.dtype, meeting, out),
+            false => Some(meeting),
+        };
+        if let Some(meeting) = meeting {
+            (self.run)(isa, meeting, out);
+        }
     }
 }
 
@@ -55,11 +65,17 @@ impl ForIntegers for Compile {
     type Output = Meet;
 
     fn call_super<B: SuperBlock>(self) -> Meet {
-        Meet(|isa, meeting, out| isa.run(Super { meeting, block: PhantomData::<B> }, out))
+        let run = |isa: Proven, meeting: Meeting<'_>, out: &mut [f32]| {
+            isa.run(Super { meeting, block: PhantomData::<B> }, out);
+        };
+        Meet { dtype: B::DTYPE, run }
     }
 
     fn call_small<B: SmallBlock>(self) -> Meet {
-        Meet(|isa, meeting, out| isa.run(Small { meeting, block: PhantomData::<B> }, out))
+        let run = |isa: Proven, meeting: Meeting<'_>, out: &mut [f32]| {
+            isa.run(Small { meeting, block: PhantomData::<B> }, out);
+        };
+        Meet { dtype: B::DTYPE, run }
     }
 }
 
@@ -80,6 +96,8 @@ pub(super) struct Scratch {
     minimum_columns: [[[i16; 2]; TILE]; 8],
     /// `[factors, TILE]`
     factor_columns: [[f32; TILE]; SMALL_BLOCKS],
+    /// What an instruction set's own way to a few activation rows works with.
+    pub left: Left,
 }
 
 impl Default for Scratch {
@@ -93,6 +111,7 @@ impl Default for Scratch {
             scale_columns: [[0; TILE]; 16],
             minimum_columns: [[[0; 2]; TILE]; 8],
             factor_columns: [[0.0; TILE]; SMALL_BLOCKS],
+            left: Left::default(),
         }
     }
 }
@@ -139,9 +158,12 @@ impl<B: SuperBlock> Kernel for Super<'_, B> {
 impl<B: SuperBlock> Super<'_, B> {
     /// Takes one block apart to place `at`.
     #[inline(always)]
-    fn take_apart(scratch: &mut Scratch, bytes: &[u8], at: usize) {
+    fn take_apart<V: Vector<L>, const L: usize>(scratch: &mut Scratch, bytes: &[u8], at: usize) {
         let SuperIntegers { quants, scales, minima, factors } = B::integers(bytes);
         scratch.quants[at] = quants;
+        if let Some(values) = B::VALUES {
+            look_up::<V, L>(&values, &mut scratch.quants[at]);
+        }
         scratch.scales[at] = scales;
         scratch.minima[at] = minima;
         scratch.factors[at][..2].copy_from_slice(&factors);
@@ -153,7 +175,7 @@ impl<B: SuperBlock> Super<'_, B> {
         for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
             for (run, bytes) in bytes.chunks(TILE * B::BYTES).enumerate() {
                 for (at, bytes) in bytes.chunks_exact(B::BYTES).enumerate() {
-                    Self::take_apart(scratch, bytes, at);
+                    Self::take_apart::<V, L>(scratch, bytes, at);
                 }
                 for t in 0..x_rows {
                     let out = &mut out[t * TILE + row];
@@ -207,7 +229,7 @@ impl<B: SuperBlock> Super<'_, B> {
         let Meeting { w, row_bytes, cols, x, x_rows, scratch } = self.meeting;
         for block in 0..cols / SUPER_BLOCK {
             for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
-                Self::take_apart(scratch, &bytes[block * B::BYTES..][..B::BYTES], row);
+                Self::take_apart::<V, L>(scratch, &bytes[block * B::BYTES..][..B::BYTES], row);
             }
             scratch.transpose::<V, L>();
             for row in 0..TILE {
@@ -300,10 +322,13 @@ impl<B: SmallBlock> Kernel for Small<'_, B> {
 impl<B: SmallBlock> Small<'_, B> {
     /// Takes up to 8 blocks apart to place `at`.
     #[inline(always)]
-    fn take_apart(scratch: &mut Scratch, bytes: &[u8], at: usize) {
+    fn take_apart<V: Vector<L>, const L: usize>(scratch: &mut Scratch, bytes: &[u8], at: usize) {
         let places = scratch.quants[at].as_chunks_mut().0.iter_mut().zip(&mut scratch.factors[at]);
         for (bytes, (quants, factor)) in bytes.chunks_exact(B::BYTES).zip(places) {
             (*quants, *factor) = B::integers(bytes);
+        }
+        if let Some(values) = B::VALUES {
+            look_up::<V, L>(&values, &mut scratch.quants[at]);
         }
     }
 
@@ -314,7 +339,7 @@ impl<B: SmallBlock> Small<'_, B> {
         for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
             for (run, bytes) in bytes.chunks(TILE * run_bytes).enumerate() {
                 for (at, bytes) in bytes.chunks(run_bytes).enumerate() {
-                    Self::take_apart(scratch, bytes, at);
+                    Self::take_apart::<V, L>(scratch, bytes, at);
                 }
                 for t in 0..x_rows {
                     let out = &mut out[t * TILE + row];
@@ -367,7 +392,7 @@ impl<B: SmallBlock> Small<'_, B> {
             let bytes = run * run_bytes..row_bytes.min((run + 1) * run_bytes);
             let blocks = bytes.len() / B::BYTES;
             for (row, row_bytes) in w.chunks_exact(row_bytes).enumerate() {
-                Self::take_apart(scratch, &row_bytes[bytes.clone()], row);
+                Self::take_apart::<V, L>(scratch, &row_bytes[bytes.clone()], row);
             }
             scratch.transpose::<V, L>();
             let mut t = 0;
@@ -442,6 +467,16 @@ fn dots<V: Vector<L>, const L: usize, const T: usize>(
         }
     }
     dots
+}
+
+/// `values[q]` for each quant; those that no block has filled are some block's of before.
+#[inline(always)]
+fn look_up<V: Vector<L>, const L: usize>(values: &[u8; 16], quants: &mut [u8; SUPER_BLOCK]) {
+    for quants in quants.as_chunks_mut::<4>().0.as_chunks_mut::<L>().0 {
+        let mut lanes = [0; L];
+        V::Integer::load(quants).look_up(values).store(&mut lanes);
+        *quants = lanes.map(i32::to_ne_bytes);
+    }
 }
 
 #[inline(always)]

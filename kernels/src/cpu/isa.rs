@@ -16,6 +16,17 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::vnni::Left;
+
+use super::integers::Meeting;
+use formats::Dtype;
+
+/// What [`Proven::in_registers`] works with: nothing, where there is no such way.
+#[cfg(not(target_arch = "x86_64"))]
+#[derive(Debug, Default)]
+pub(super) struct Left;
+
 /// An instruction set that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
@@ -94,6 +105,9 @@ pub(super) trait Vector<const L: usize>: Copy {
     /// The lanes from memory.
     fn load(lanes: &[f32; L]) -> Self;
 
+    /// The lanes from the upper halves of f32 in memory, little-endian.
+    fn load_upper(lanes: &[[u8; 2]; L]) -> Self;
+
     /// The lanes to memory.
     fn store(self, lanes: &mut [f32; L]);
 
@@ -133,6 +147,9 @@ pub(super) trait Integer<const L: usize>: Copy {
 
     /// Adds to each lane the products of two signed halves.
     fn dot2(self, a: Self, b: Self) -> Self;
+
+    /// `values[byte]` for each byte up to 15; of others something.
+    fn look_up(self, values: &[u8; 16]) -> Self;
 
     /// Sum of the lanes.
     fn sum(self) -> i32;
@@ -215,6 +232,28 @@ impl Proven {
     }
 }
 
+impl Proven {
+    /// The products of a few activation rows with weights of a type by this instruction set's own way; `meeting` comes back where
+    /// it has none.
+    pub(super) fn in_registers<'a>(
+        self,
+        dtype: Dtype,
+        meeting: Meeting<'a>,
+        out: &mut [f32],
+    ) -> Option<Meeting<'a>> {
+        #[cfg(target_arch = "x86_64")]
+        if self.0 == Isa::Avx512Vnni
+            && let Some(few) = x86::vnni::of(dtype)
+        {
+            // SAFETY: a `Proven(Avx512Vnni)` exists only after `is_available` detected every feature of `avx512_vnni`.
+            unsafe { few(meeting, out) };
+            return None;
+        }
+        let _ = (dtype, out);
+        Some(meeting)
+    }
+}
+
 /// Not inlined, so that `out` is an argument here too.
 #[inline(never)]
 fn portable<K: Kernel>(kernel: K, out: &mut [f32]) {
@@ -247,6 +286,11 @@ impl Vector<4> for Portable {
     #[inline(always)]
     fn load(lanes: &[f32; 4]) -> Self {
         Self(*lanes)
+    }
+
+    #[inline(always)]
+    fn load_upper(lanes: &[[u8; 2]; 4]) -> Self {
+        Self(lanes.map(|lane| f32::from_bits(u32::from(u16::from_le_bytes(lane)) << 16)))
     }
 
     #[inline(always)]
@@ -315,6 +359,12 @@ impl Integer<4> for PortableInteger {
         // Of each half, whichever end of the lane it is at.
         let dot = |a: i32, b: i32| (a as i16 as i32) * (b as i16 as i32) + (a >> 16) * (b >> 16);
         Self(std::array::from_fn(|l| self.0[l].wrapping_add(dot(a.0[l], b.0[l]))))
+    }
+
+    #[inline(always)]
+    fn look_up(self, values: &[u8; 16]) -> Self {
+        let of = |byte: u8| values[usize::from(byte & 15)];
+        Self(self.0.map(|lane| i32::from_ne_bytes(lane.to_ne_bytes().map(of))))
     }
 
     #[inline(always)]
@@ -407,6 +457,9 @@ mod tests {
             expect("dot2", base.dot2(V::Integer::load(&halves), V::Integer::load(&other)), &dot);
             expect("add", w_lanes.add(x_lanes), &|l| w[l].bits().wrapping_add(x[l].bits()));
             expect("mul", w_lanes.mul(x_lanes), &|l| w[l].bits().wrapping_mul(x[l].bits()));
+            let (nibbles, values) = (w.map(|w| w.map(|w| w & 15)), std::array::from_fn(|i| (i * 17) as u8));
+            let looked_up = V::Integer::load(&nibbles).look_up(&values);
+            expect("look-up", looked_up, &|l| nibbles[l].map(|w| w * 17).bits());
             assert_eq!(w_lanes.sum(), w.iter().fold(0, |sum: i32, w| sum.wrapping_add(w.bits())));
             let scales = std::array::from_fn(|i| 100 + i as i32);
             for part in 0..64 / L {

@@ -8,7 +8,7 @@ use super::integers::Meeting;
 use super::isa::{MAX_LANES, Proven};
 use super::rounded::{Activations, RoundedRows};
 use super::rows::{Order, Rows};
-use super::weight::Weight;
+use super::weight::{Segment, Weight};
 use super::workers::{Scratch, Workers, grown};
 use std::ops::Range;
 
@@ -18,6 +18,11 @@ pub(super) const TILE: usize = 16;
 const STEP: usize = 512;
 /// Activation rows whose sums are kept while the columns pass: 256 KB of lanes for a tile.
 const BATCH: usize = 256;
+
+/// Weights of a task where tiles are smaller.
+const TASK_BYTES: usize = 1 << 16;
+/// A product has at least as many tasks, if it has as many tiles.
+const TASKS: usize = 32;
 
 /// Items that meet one expert's matrix.
 #[derive(Clone, Copy, Debug)]
@@ -67,8 +72,8 @@ impl<'a> Input<'a> {
     ) -> Self {
         match w.rounding() {
             None => Self::Exact(Rows::new(x, w.cols)),
-            Some(block_len) => {
-                activations.round(isa, workers, x, [rows, w.cols], block_len);
+            Some(rounding) => {
+                activations.round(isa, workers, x, rows, rounding);
                 Self::Rounded(activations.all())
             }
         }
@@ -101,8 +106,12 @@ impl Product<'_> {
     pub(super) fn tiles(&self, isa: Proven, workers: &Workers, tiles: &mut [f32]) {
         let items: usize = self.jobs.iter().map(|job| job.len).sum();
         let work = items.max(self.jobs.len()) * self.w.rows * self.w.cols;
-        workers.chunks(&mut tiles[..self.len()], self.out_rows * TILE, work, |tile, out, scratch| {
-            self.tile(isa, tile * TILE, out, scratch);
+        let tile = self.out_rows * TILE;
+        let together = self.tiles_of_a_task();
+        workers.chunks(&mut tiles[..self.len()], tile * together, work, |task, out, scratch| {
+            for (i, out) in out.chunks_mut(tile).enumerate() {
+                self.tile(isa, (task * together + i) * TILE, out, scratch);
+            }
         });
     }
 
@@ -114,6 +123,13 @@ impl Product<'_> {
         let tiles = grown(tiles, self.len());
         self.tiles(isa, workers, tiles);
         untile(workers, tiles, [self.out_rows, self.w.rows], out);
+    }
+
+    /// One after the other, so that memory is read in long runs; few enough that all threads end at about the same time.
+    fn tiles_of_a_task(&self) -> usize {
+        let tiles = self.w.rows.div_ceil(TILE);
+        let bytes = TILE * self.w.row_bytes() * self.jobs.len();
+        (TASK_BYTES / bytes.max(1)).min(tiles / TASKS).max(1)
     }
 
     fn tile(&self, isa: Proven, first_row: usize, out: &mut [f32], scratch: &mut Scratch) {
@@ -146,18 +162,39 @@ impl Product<'_> {
         piece: &Piece,
         scratch: &'s mut Scratch,
     ) -> &'s [f32] {
-        let sums = grown(&mut scratch.sums, piece.items.len() * TILE);
-        match self.w.meet {
-            Some(meet) if self.w.cols > 0 => {
-                let (w, scratch) = (self.w.bytes_of(piece.rows.clone()), &mut *scratch.blocks);
-                let (row_bytes, cols) = (self.w.row_bytes(), self.w.cols);
-                let (x, x_rows) = (x.from(piece.items.start), piece.items.len());
-                meet.run(isa, Meeting { w, row_bytes, cols, x, x_rows, scratch }, sums);
-                if let Some(scale) = self.w.scale(piece.rows.start) {
-                    sums.iter_mut().for_each(|sum| *sum *= scale);
+        let Scratch { sums, lanes, blocks, .. } = scratch;
+        let len = piece.items.len() * TILE;
+        let sums = grown(sums, len);
+        let Some(meet) = self.w.meet.filter(|_| self.w.cols > 0) else {
+            sums.fill(0.0);
+            return sums;
+        };
+        let x = x.from(piece.items.start);
+        let mut next = piece.rows.start;
+        while next < piece.rows.end {
+            let run = self.w.run(next..piece.rows.end);
+            for (i, segment) in self.w.segments(run.clone()).enumerate() {
+                let Segment { bytes: w, row_bytes, cols, first_block } = segment;
+                let x = x.starting_at(first_block);
+                let meeting = Meeting { w, row_bytes, cols, x, x_rows: piece.items.len(), scratch: blocks };
+                if i == 0 && run == piece.rows {
+                    meet.run(isa, meeting, sums);
+                    continue;
+                }
+                let part = grown(lanes, len);
+                meet.run(isa, meeting, part);
+                for (sums, part) in sums.chunks_exact_mut(TILE).zip(part.chunks_exact(TILE)) {
+                    let sums = &mut sums[next - piece.rows.start..][..run.len()];
+                    match i {
+                        0 => sums.copy_from_slice(&part[..run.len()]),
+                        _ => sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part),
+                    }
                 }
             }
-            _ => sums.fill(0.0),
+            next = run.end;
+        }
+        if let Some(scale) = self.w.scale(piece.rows.start) {
+            sums.iter_mut().for_each(|sum| *sum *= scale);
         }
         sums
     }

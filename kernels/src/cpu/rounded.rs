@@ -2,6 +2,7 @@
 
 use super::isa::{Kernel, Proven, Vector};
 use super::rows::Order;
+use super::weight::Rounding;
 use super::workers::Workers;
 use crate::rounding;
 use formats::quant::{SMALL_BLOCK, SUPER_BLOCK};
@@ -38,24 +39,36 @@ pub(super) struct Activations {
 }
 
 impl Activations {
-    /// Takes `rows` rows of `cols` values, in blocks of `block_len` columns that share a factor.
+    /// Takes `rows` rows, each run of columns in blocks of its own.
     pub(super) fn round(
         &mut self,
         isa: Proven,
         workers: &Workers,
         x: &[f32],
-        [rows, cols]: [usize; 2],
-        block_len: usize,
+        rows: usize,
+        rounding: Rounding<'_>,
     ) {
         /// Blocks of a task.
         const RUN: usize = 16;
+        let Rounding { block_len, columns } = rounding;
+        let cols = *columns.last().expect("where columns end");
+        let blocks_of = |run: &[usize]| (run[1] - run[0]).div_ceil(SUPER_BLOCK);
         self.rows = rows;
-        self.blocks.resize(cols.div_ceil(SUPER_BLOCK) * rows, Block::default());
+        self.blocks.resize(columns.windows(2).map(blocks_of).sum::<usize>() * rows, Block::default());
         // Some ten operations a value.
         workers.chunks(&mut self.blocks, RUN, rows * cols * 10, |run, blocks, _| {
             for (i, block) in blocks.iter_mut().enumerate() {
-                let (column, row) = ((run * RUN + i) / rows * SUPER_BLOCK, (run * RUN + i) % rows);
-                let x = &x[row * cols..][column..cols.min(column + SUPER_BLOCK)];
+                let (mut number, row) = ((run * RUN + i) / rows, (run * RUN + i) % rows);
+                let mut runs = columns.windows(2);
+                let run = loop {
+                    let run = runs.next().expect("as many blocks as in all runs");
+                    match number.checked_sub(blocks_of(run)) {
+                        Some(rest) => number = rest,
+                        None => break run,
+                    }
+                };
+                let column = run[0] + number * SUPER_BLOCK;
+                let x = &x[row * cols..][column..run[1].min(column + SUPER_BLOCK)];
                 isa.run(Round { x, block_len, block }, &mut []);
             }
         });
@@ -80,6 +93,11 @@ impl<'a> RoundedRows<'a> {
     /// The i-th is row `numbers[i]` of these.
     pub(super) fn listed(self, numbers: &'a [usize]) -> Self {
         Self { order: Order::Listed(numbers), ..self }
+    }
+
+    /// Without the first `blocks` blocks of each row.
+    pub(super) fn starting_at(self, blocks: usize) -> Self {
+        Self { blocks: &self.blocks[blocks * self.rows..], ..self }
     }
 
     /// Without the first `rows`.
@@ -163,7 +181,13 @@ mod tests {
             for (block_len, cols) in [(256, 256), (256, 768), (32, 32), (32, 544)] {
                 let (rows, x) = (3, values(3 * cols));
                 let mut activations = Activations::default();
-                activations.round(isa, &Workers::new(1).unwrap(), &x, [rows, cols], block_len);
+                activations.round(
+                    isa,
+                    &Workers::new(1).unwrap(),
+                    &x,
+                    rows,
+                    Rounding { block_len, columns: &[0, cols] },
+                );
                 let mut expected = x.clone();
                 expected.chunks_mut(block_len).for_each(rounding::round);
                 for (i, expected) in expected.iter().enumerate() {
@@ -190,7 +214,13 @@ mod tests {
                 let mut x = values(512);
                 x[300] = bad;
                 let mut activations = Activations::default();
-                activations.round(isa, &Workers::new(1).unwrap(), &x, [1, 512], 256);
+                activations.round(
+                    isa,
+                    &Workers::new(1).unwrap(),
+                    &x,
+                    1,
+                    Rounding { block_len: 256, columns: &[0, 512] },
+                );
                 assert!(!activations.all().block(0, 0).factors[0].is_nan());
                 assert!(activations.all().block(1, 0).factors[0].is_nan());
             }

@@ -90,7 +90,7 @@ impl Weight {
     /// its scale: no kernel takes scales of its own.
     pub(super) fn scaled(stream: &Stream, view: &TensorView, scales: &[f32]) -> Result<Self, Error> {
         let [experts, rows, cols] = dims_of(view)?;
-        let scales = scale_each(view, scales)?;
+        let scales = scale_each(view.shape(), scales)?;
         let is_vector = view.shape().dims().len() == 1;
         let dtype = if is_vector || view.dtype() == Dtype::F32 { Dtype::F32 } else { Dtype::BF16 };
         let bytes = convert(view, dtype, &scales)?;

@@ -277,8 +277,10 @@ impl Reloader {
             parts[rank] = RankPart::open(&checkpoint, rank).map_err(LoadFault::of(rank))?;
             let shard = &parts[rank].shard;
             // Names, shapes and layouts, before anything is done for it.
-            load(shard, &manifest.model, |entry, _| Ok(shard.arranged(entry).map(drop)?))
-                .map_err(LoadFault::of(rank))?;
+            load(std::slice::from_ref(shard), &manifest.model, |placing| {
+                Ok(shard.arranged(placing.parts[0].1).map(drop)?)
+            })
+            .map_err(LoadFault::of(rank))?;
         }
         let mut new = Served {
             dir: dir.clone(),

@@ -1,5 +1,7 @@
 //! Registers of x86-64, and the functions that are compiled for them.
 
+pub(in crate::cpu) mod vnni;
+
 use super::{Integer, Kernel, Lane, Vector};
 use std::arch::x86_64::*;
 
@@ -38,6 +40,22 @@ struct Avx512Integer(__m512i);
 
 #[derive(Clone, Copy)]
 struct Avx512VnniInteger(__m512i);
+
+#[target_feature(enable = "avx2")]
+#[inline]
+fn upper_of_8(lanes: &[[u8; 2]; 8]) -> __m256 {
+    // SAFETY: the reference covers every lane, at any alignment.
+    let lanes = unsafe { _mm_loadu_si128(lanes.as_ptr().cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(lanes)))
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn upper_of_16(lanes: &[[u8; 2]; 16]) -> __m512 {
+    // SAFETY: the reference covers every lane, at any alignment.
+    let lanes = unsafe { _mm256_loadu_si256(lanes.as_ptr().cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(lanes)))
+}
 
 #[target_feature(enable = "avx2")]
 #[inline]
@@ -123,6 +141,22 @@ fn vnni_dot2(sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
 
 #[target_feature(enable = "avx2")]
 #[inline]
+fn look_up_8(bytes: __m256i, values: &[u8; 16]) -> __m256i {
+    // SAFETY: the reference covers the 16 bytes, at any alignment.
+    let values = unsafe { _mm_loadu_si128(values.as_ptr().cast()) };
+    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), bytes)
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn look_up_16(bytes: __m512i, values: &[u8; 16]) -> __m512i {
+    // SAFETY: the reference covers the 16 bytes, at any alignment.
+    let values = unsafe { _mm_loadu_si128(values.as_ptr().cast()) };
+    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), bytes)
+}
+
+#[target_feature(enable = "avx2")]
+#[inline]
 fn spread_to_8<const PER: usize>(scales: &[i32; 16], part: usize) -> __m256i {
     let scale = |half: usize| _mm_set1_epi32(scales[(part * 8 + half * 4) / PER]);
     _mm256_set_m128i(scale(1), scale(0))
@@ -196,8 +230,8 @@ fn transpose_8(mut rows: [__m256i; 8]) -> [__m256i; 8] {
 macro_rules! vector {
     (
         $name:ident, $integer:ident, $lanes:literal, $splat:ident, $load:ident, $store:ident, $mul:ident, $mul_add:ident,
-        $sum:ident, $convert:ident; $i_zero:ident, $i_splat:ident, $i_load:ident, $i_store:ident, $i_add:ident, $i_mul:ident,
-        $dot4:ident, $dot2:ident, $i_sum:ident, $spread:ident, $transpose:ident
+        $sum:ident, $convert:ident, $upper:ident; $i_zero:ident, $i_splat:ident, $i_load:ident, $i_store:ident, $i_add:ident, $i_mul:ident,
+        $dot4:ident, $dot2:ident, $look_up:ident, $i_sum:ident, $spread:ident, $transpose:ident
     ) => {
         impl Vector<$lanes> for $name {
             type Integer = $integer;
@@ -219,6 +253,12 @@ macro_rules! vector {
             fn load(lanes: &[f32; $lanes]) -> Self {
                 // SAFETY: features as in `from_integers`; the reference covers every lane, at any alignment.
                 Self(unsafe { $load(lanes.as_ptr()) })
+            }
+
+            #[inline(always)]
+            fn load_upper(lanes: &[[u8; 2]; $lanes]) -> Self {
+                // SAFETY: features as in `from_integers`.
+                Self(unsafe { $upper(lanes) })
             }
 
             #[inline(always)]
@@ -296,6 +336,12 @@ macro_rules! vector {
             }
 
             #[inline(always)]
+            fn look_up(self, values: &[u8; 16]) -> Self {
+                // SAFETY: features as in `splat`.
+                Self(unsafe { $look_up(self.0, values) })
+            }
+
+            #[inline(always)]
             fn sum(self) -> i32 {
                 // SAFETY: features as in `splat`.
                 unsafe { $i_sum(self.0) }
@@ -326,16 +372,16 @@ macro_rules! vector {
 }
 vector!(
     Avx2, Avx2Integer, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_mul_ps, _mm256_fmadd_ps, sum_of_8,
-    _mm256_cvtepi32_ps; _mm256_setzero_si256, _mm256_set1_epi32, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_add_epi32,
-    _mm256_mullo_epi32, dot4_of_8, dot2_of_8, integer_sum_of_8, spread_to_8, transpose_8
+    _mm256_cvtepi32_ps, upper_of_8; _mm256_setzero_si256, _mm256_set1_epi32, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_add_epi32,
+    _mm256_mullo_epi32, dot4_of_8, dot2_of_8, look_up_8, integer_sum_of_8, spread_to_8, transpose_8
 );
 vector!(
     Avx512, Avx512Integer, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_mul_ps, _mm512_fmadd_ps, sum_of_16,
-    _mm512_cvtepi32_ps; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_add_epi32,
-    _mm512_mullo_epi32, dot4_of_16, dot2_of_16, integer_sum_of_16, spread_to_16, transpose_16
+    _mm512_cvtepi32_ps, upper_of_16; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_add_epi32,
+    _mm512_mullo_epi32, dot4_of_16, dot2_of_16, look_up_16, integer_sum_of_16, spread_to_16, transpose_16
 );
 vector!(
     Avx512Vnni, Avx512VnniInteger, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_mul_ps, _mm512_fmadd_ps,
-    sum_of_16, _mm512_cvtepi32_ps; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512,
-    _mm512_add_epi32, _mm512_mullo_epi32, vnni_dot4, vnni_dot2, integer_sum_of_16, spread_to_16, transpose_16
+    sum_of_16, _mm512_cvtepi32_ps, upper_of_16; _mm512_setzero_si512, _mm512_set1_epi32, _mm512_loadu_si512, _mm512_storeu_si512,
+    _mm512_add_epi32, _mm512_mullo_epi32, vnni_dot4, vnni_dot2, look_up_16, integer_sum_of_16, spread_to_16, transpose_16
 );
