@@ -34,9 +34,14 @@ pub(super) fn check(
     let is_forwarded = headers.contains_key(FORWARDED)
         || headers.contains_key(HeaderName::from_static("x-forwarded-for"))
         || headers.contains_key(ORIGIN);
-    let hosts = headers.get_all(HOST).iter().map(|host| host.to_str().unwrap_or_default()).chain(uri.host());
+    let mut hosts = headers
+        .get_all(HOST)
+        .iter()
+        .map(|host| host.to_str().unwrap_or_default())
+        .chain(uri.host())
+        .peekable();
     // A page elsewhere may have its name point here.
-    let is_named = hosts.clone().next().is_some() && hosts.into_iter().all(names_loopback);
+    let is_named = hosts.peek().is_some() && hosts.all(names_loopback);
     if is_near && !is_forwarded && is_named {
         return Ok(());
     }
