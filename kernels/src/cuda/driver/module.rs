@@ -64,6 +64,12 @@ impl Module {
             // SAFETY: a live function.
             check(unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) }, name)?;
         }
+        // A multiprocessor changes its division of memory between cache and blocks only when it is empty: the same for all kernels, or
+        // the next one's blocks wait until the last of these has gone.
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        let most = sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as c_int;
+        // SAFETY: a live function.
+        check(unsafe { sys::cuFuncSetAttribute(raw, attribute, most) }, name)?;
         Ok(Kernel { module: Arc::clone(self), raw, name, room: shared_bytes })
     }
 
