@@ -4,8 +4,9 @@ use crate::Error;
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::Step;
 use formats::{Dtype, TensorView};
+use memmap2::MmapMut;
 use std::ops::Range;
-use zerocopy::FromZeros;
+use zerocopy::{FromBytes, FromZeros};
 
 /// A device and its arithmetic. One value serves one rank, on one thread.
 ///
@@ -369,31 +370,54 @@ pub struct MoeBuffers<T> {
 
 /// Activations or a cache in ordinary memory: what the processor backends use, and what ranks of one process can add up.
 #[derive(Debug)]
-pub struct HostBuffer(Vec<f32>);
+pub struct HostBuffer(Host);
+
+#[derive(Debug)]
+enum Host {
+    /// What an allocator keeps when it is freed.
+    Heap(Vec<f32>),
+    /// What the system has again when it is dropped: caches come and go with the weights that they belong to.
+    Pages(MmapMut, usize),
+}
 
 impl HostBuffer {
+    /// From here on a buffer is pages of its own.
+    const PAGES_FROM: usize = 256 << 10;
+
     /// `len` zeros. Pages are not touched until they are used.
     ///
     /// # Errors
     /// [`Error::Memory`] when the system gives none.
     pub fn new(len: usize) -> Result<Self, Error> {
         let bytes = len.saturating_mul(size_of::<f32>());
-        f32::new_vec_zeroed(len).map(Self).map_err(|_| Error::Memory { bytes })
+        let refused = || Error::Memory { bytes };
+        if bytes < Self::PAGES_FROM {
+            return f32::new_vec_zeroed(len).map(|values| Self(Host::Heap(values))).map_err(|_| refused());
+        }
+        MmapMut::map_anon(bytes).map(|pages| Self(Host::Pages(pages, len))).map_err(|_| refused())
     }
 
     /// `len` zeros, of which there are few enough.
     pub fn zeros(len: usize) -> Self {
-        Self(vec![0.0; len])
+        Self(Host::Heap(vec![0.0; len]))
     }
 
     /// The values.
     pub fn values(&self) -> &[f32] {
-        &self.0
+        match &self.0 {
+            Host::Heap(values) => values,
+            Host::Pages(pages, len) => <[f32]>::ref_from_bytes(&pages[..len * size_of::<f32>()])
+                .expect("pages begin where values may"),
+        }
     }
 
     /// The values, to be changed.
     pub fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.0
+        match &mut self.0 {
+            Host::Heap(values) => values,
+            Host::Pages(pages, len) => <[f32]>::mut_from_bytes(&mut pages[..*len * size_of::<f32>()])
+                .expect("pages begin where values may"),
+        }
     }
 }
 

@@ -19,6 +19,10 @@ use tests::{bundled, success};
 /// Streams at the same time.
 const CLIENTS: usize = 32;
 const RELOADS: usize = 20;
+/// Reloads before anything is measured.
+const FIRST: usize = 6;
+/// Time without reloads, to compare with.
+const UNDISTURBED: Duration = Duration::from_secs(10);
 
 /// A streamed answer, and the longest time between two of its chunks.
 fn stream(address: &str, body: &Value) -> (String, Duration) {
@@ -92,6 +96,7 @@ fn reloads_under_streams_mix_nothing_and_leave_nothing() {
         std::env::var("SHARDMILL_RELOADS").ok().and_then(|text| text.parse().ok()).unwrap_or(RELOADS);
     let temp = TempDir::new().unwrap();
     let dirs = [bundled().convert(temp.path(), 8), convert_other(Other::Norm, temp.path(), "second", 8)];
+    // A prompt's chunk holds every stream up.
     let options = [
         "--max-num-seqs",
         "32",
@@ -101,6 +106,8 @@ fn reloads_under_streams_mix_nothing_and_leave_nothing() {
         "160MiB",
         "--max-model-len",
         "1024",
+        "--max-num-batched-tokens",
+        "64",
     ];
     // On a GPU the last bits of sums depend on what else is in a step, so there one at a time.
     let alone = ["--max-num-seqs", "1", "--no-enable-prefix-caching"];
@@ -129,47 +136,48 @@ fn reloads_under_streams_mix_nothing_and_leave_nothing() {
         let (status, report) = server.post("/admin/reload", &json!({"dir": dirs[(number + 1) % 2]}));
         assert_eq!((status, &report["how"]), (200, &json!("beside")), "{report}");
     };
-    // Until every thread has its buffers.
-    (0..4).for_each(|number| {
-        reload(number);
-        bodies.iter().for_each(|body| drop(stream(&address, body)));
-    });
-    let before = settled(&server);
-    let (done, mixed) = (AtomicBool::new(false), Mutex::new(Vec::new()));
-    let (longest, own): (Mutex<Duration>, [AtomicUsize; 2]) = Default::default();
-    let begin = Instant::now();
-    std::thread::scope(|scope| {
-        for client in 0..CLIENTS {
-            let (address, bodies, expected) = (&address, &bodies, &expected);
-            let (done, mixed, longest, own) = (&done, &mixed, &longest, &own);
-            scope.spawn(move || {
-                let mut round = client;
-                while !done.load(Ordering::Relaxed) {
-                    let at = round * 5 % bodies.len();
-                    let (text, pause) = stream(address, &bodies[at]);
-                    match expected.iter().position(|answers| answers[at] == text) {
-                        Some(model) => drop(own[model].fetch_add(1, Ordering::Relaxed)),
-                        None => mixed.lock().unwrap().push(text),
+    // Clients that ask until `during` has ended; what became of their answers.
+    let load = |during: &mut dyn FnMut()| {
+        let (done, mixed, longest) =
+            (AtomicBool::new(false), Mutex::new(Vec::new()), Mutex::new(Duration::ZERO));
+        let own: [AtomicUsize; 2] = Default::default();
+        std::thread::scope(|scope| {
+            for client in 0..CLIENTS {
+                let (address, bodies, expected) = (&address, &bodies, &expected);
+                let (done, mixed, longest, own) = (&done, &mixed, &longest, &own);
+                scope.spawn(move || {
+                    let mut round = client;
+                    while !done.load(Ordering::Relaxed) {
+                        let at = round * 5 % bodies.len();
+                        let (text, pause) = stream(address, &bodies[at]);
+                        match expected.iter().position(|answers| answers[at] == text) {
+                            Some(model) => drop(own[model].fetch_add(1, Ordering::Relaxed)),
+                            None => mixed.lock().unwrap().push(text),
+                        }
+                        let mut longest = longest.lock().unwrap();
+                        *longest = pause.max(*longest);
+                        round += 1;
                     }
-                    let mut longest = longest.lock().unwrap();
-                    *longest = pause.max(*longest);
-                    round += 1;
-                }
-            });
-        }
-        for number in 4..4 + reloads {
-            reload(number);
-        }
-        done.store(true, Ordering::Relaxed);
-    });
+                });
+            }
+            during();
+            done.store(true, Ordering::Relaxed);
+        });
+        let mixed = mixed.into_inner().unwrap();
+        assert!(mixed.is_empty(), "{} answers are of neither model, the first: {:?}", mixed.len(), mixed[0]);
+        (longest.into_inner().unwrap(), own.map(AtomicUsize::into_inner))
+    };
+    // Until every block was used, on several sets of weights.
+    load(&mut || (0..FIRST).for_each(reload));
+    let (undisturbed, _) = load(&mut || std::thread::sleep(UNDISTURBED));
+    let before = settled(&server);
+    let begin = Instant::now();
+    let (longest, own) = load(&mut || (FIRST..FIRST + reloads).for_each(reload));
     let seconds = begin.elapsed().as_secs_f64();
     let after = settled(&server);
-    let (longest, own) = (longest.into_inner().unwrap(), own.map(AtomicUsize::into_inner));
     eprintln!(
-        "{reloads} reloads in {seconds:.1} s; answers of the two models: {own:?}; longest pause between chunks {longest:?}; memory (kB), threads, files, mappings, GPU (MiB): {before:?} -> {after:?}"
+        "{reloads} reloads in {seconds:.1} s; answers of the two models: {own:?}; longest pause between chunks {longest:?}, {undisturbed:?} in {UNDISTURBED:?} without reloads; memory (kB), threads, files, mappings, GPU (MiB): {before:?} -> {after:?}"
     );
-    let mixed = mixed.into_inner().unwrap();
-    assert!(mixed.is_empty(), "{} answers are of neither model, the first: {:?}", mixed.len(), mixed[0]);
     assert!(own.iter().all(|&answers| answers > 0), "{own:?}");
     assert!(after[0] as f64 <= before[0] as f64 * 1.1, "memory grew: {before:?} -> {after:?}");
     assert!(
@@ -178,6 +186,6 @@ fn reloads_under_streams_mix_nothing_and_leave_nothing() {
     );
     assert_eq!(before[3], after[3], "mapped rank files");
     assert!(after[4] <= before[4] + 64, "memory of the GPU: {before:?} -> {after:?}");
-    let total = (4 + reloads + 1) as f64;
+    let total = (FIRST + reloads + 1) as f64;
     assert_eq!(server.metric("shardrun_generation"), total);
 }
