@@ -8,6 +8,7 @@ mod common;
 mod http;
 
 use http::{Script, TestServer};
+use runtime::constraint::DeadEnd;
 use runtime::engine::{Event, FinishReason};
 use runtime::logprobs::TokenLogprobs;
 use runtime::tokenizer::Specials;
@@ -160,6 +161,23 @@ fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
         let message = error["message"].as_str().unwrap();
         assert!(message.contains(named) && message.lines().count() == 1, "{schema}: {message}");
     }
+}
+
+#[test]
+fn a_grammar_that_leads_nowhere_is_the_fault_of_the_request() {
+    let dead_end = DeadEnd { field: "guided_grammar".into(), why: "no token fits".into() };
+    let script = Script::Send(vec![Event::token(1399), Event::DeadEnd(dead_end)]);
+    let server = TestServer::start((0..4).map(|_| script.clone()));
+    let body = json!({"messages": user("x")});
+    let error = server.chat(&body).error(400);
+    assert_eq!(error["param"], "guided_grammar", "{error}");
+    assert!(error["message"].as_str().unwrap().starts_with("guided_grammar: nothing can follow"), "{error}");
+    let chunks = server.chat(&json!({"messages": user("x"), "stream": true})).chunks();
+    assert_eq!(chunks.last().unwrap()["error"]["type"], "invalid_request_error", "{chunks:?}");
+    let json = server.post("/v1/messages", &json!({"messages": user("x"), "max_tokens": 9})).json();
+    assert_eq!(json["error"]["type"], "invalid_request_error", "{json}");
+    let events = named(&server.post("/v1/responses", &json!({"input": "x", "stream": true})));
+    assert_eq!(events.last().unwrap()["response"]["error"]["code"], "invalid_prompt", "{events:?}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::{Event, FinishReason, GenerationRequest, Refusal};
 use crate::batch::Logits;
-use crate::constraint::{Constraint, Progress};
+use crate::constraint::{Constraint, DeadEnd, Progress};
 use crate::logprobs::{TokenLogprobs, logprobs};
 use crate::metrics::{Metrics, Moment};
 use crate::rank::{RankGroup, RankStopped};
@@ -75,6 +75,7 @@ struct Client {
 enum End {
     Finished(FinishReason),
     Failed(String),
+    DeadEnd(DeadEnd),
 }
 
 /// The engine's thread.
@@ -311,7 +312,7 @@ impl Client {
         let raw = self.logprobs.map(|top| (row.to_vec(), top));
         self.processors.apply(row);
         if let Some(constraint) = &mut self.constraint {
-            constraint.apply(row).map_err(End::Failed)?;
+            constraint.apply(row).map_err(End::DeadEnd)?;
         }
         let forced = self.thinking.as_ref().and_then(ThinkingBudget::forced);
         let token = forced.unwrap_or_else(|| self.sampler.sample(row));
@@ -329,7 +330,7 @@ impl Client {
             return Err(End::Finished(FinishReason::Stop(token)));
         }
         let progress = match &mut self.constraint {
-            Some(constraint) => constraint.accept(token).map_err(End::Failed)?,
+            Some(constraint) => constraint.accept(token).map_err(End::DeadEnd)?,
             None => Progress::Open,
         };
         let logprobs = raw.map(|(row, top)| logprobs(&row, token, top));
@@ -388,6 +389,10 @@ fn finish(
         End::Failed(cause) => {
             metrics.failed();
             Event::Failed(cause)
+        }
+        End::DeadEnd(dead_end) => {
+            metrics.failed();
+            Event::DeadEnd(dead_end)
         }
     };
     // The client may have gone at the same moment.

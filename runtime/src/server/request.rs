@@ -182,7 +182,7 @@ impl Job {
             self.reading.opening = Opening::Plain;
         }
         let constraint = grammars.compile(shape, after).map_err(|error| ApiError::field(field, error))?;
-        self.generation.constraint = Some(constraint);
+        self.generation.constraint = Some(constraint.of_field(field));
         Ok(())
     }
 }

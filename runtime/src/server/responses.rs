@@ -13,6 +13,7 @@ use crate::engine::GenerationRequest;
 use crate::generation::{Ending, Part};
 use crate::sampler::SamplingParams;
 use crate::text::{CallDelta, Calls, Reading};
+use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
 /// Reads a body of `/v1/responses`.
@@ -396,7 +397,8 @@ impl Protocol for Responses {
 
     fn error(&mut self, error: &ApiError, out: &mut Events) {
         let mut response = self.response("failed", &self.items, None);
-        response["error"] = json!({"code": "server_error", "message": error.message});
+        let code = if error.status == StatusCode::BAD_REQUEST { "invalid_prompt" } else { "server_error" };
+        response["error"] = json!({"code": code, "message": error.message});
         self.send("response.failed", json!({"response": response}), out);
     }
 }
