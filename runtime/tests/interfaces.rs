@@ -164,6 +164,51 @@ fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
 }
 
 #[test]
+fn what_calls_could_not_be_held_to_is_refused_by_name() {
+    let server = TestServer::start((0..3).map(|_| says("x")));
+    server.engine.extend_context(1024);
+    let text = json!({"type": "string"});
+    let city = json!({"type": "object", "properties": {"city": text}, "required": ["city"]});
+    let post = |parameters: &Value, more: &[(&str, Value)]| {
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        let mut body = json!({"messages": user("x"), "tools": [tool], "tool_choice": "required"});
+        for (name, value) in more {
+            body[name] = value.clone();
+        }
+        server.chat(&body)
+    };
+    for (parameters, named) in [
+        (json!({"type": "object", "required": ["city"]}), "f: parameters.required: \"city\""),
+        (json!({"properties": {"a": text}, "required": "a"}), "f: parameters.required: expected a list"),
+        (json!({"properties": {"a": text}, "required": [5]}), "f: parameters.required: 5"),
+        (json!({"properties": []}), "f: parameters.properties: expected an object"),
+        (json!({"anyOf": [city]}), "f: parameters.anyOf cannot be held to"),
+        (json!({"allOf": [city]}), "f: parameters.allOf cannot be held to"),
+        (json!({"$ref": "#/$defs/A", "$defs": {"A": city}}), "f: parameters.$ref cannot be held to"),
+        (json!({"type": "object", "minProperties": 1}), "f: parameters.minProperties cannot be held to"),
+        (json!({"properties": {"x</arg_key>": text}}), "f: \"x</arg_key>\" could not be read"),
+        (json!({"properties": {" x": text}}), "f: \" x\" could not be read"),
+        (json!({"properties": {"a": {"type": "string", "enum": []}}}), "f: a: enum: there is no string"),
+        (json!({"properties": {"a": {"type": "string", "enum": [5]}}}), "f: a: enum: there is no string"),
+        // Errors of the library, which counts lines of a grammar that no client knows.
+        (json!({"properties": {"a": text, "b": {"type": "nothing"}}}), "f: b: "),
+        (json!({"properties": {"a": text, "b": {"type": "string", "pattern": "("}}}), "f: b: "),
+    ] {
+        let error = post(&parameters, &[]).error(400);
+        assert_eq!(error["param"], "tool_choice", "{parameters}: {error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with(&format!("tool_choice: {named}")), "{parameters}: {message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+    }
+    // Where the model is free nothing is promised.
+    let free = post(&json!({"anyOf": [city]}), &[("tool_choice", json!("auto"))]);
+    assert_eq!(free.status, 200, "{free:?}");
+    assert_eq!(post(&city, &[("min_tokens", json!(0))]).status, 200);
+    let error = post(&city, &[("min_tokens", json!(30))]).error(400);
+    assert_eq!(error["param"], "min_tokens", "a call ends where it ends: {error}");
+}
+
+#[test]
 fn a_grammar_that_leads_nowhere_is_the_fault_of_the_request() {
     let dead_end = DeadEnd { field: "guided_grammar".into(), why: "no token fits".into() };
     let script = Script::Send(vec![Event::token(1399), Event::DeadEnd(dead_end)]);
