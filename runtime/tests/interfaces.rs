@@ -449,6 +449,10 @@ fn anthropics_clients_find_what_they_know() {
         (json!({"max_tokens": 5, "messages": user("x"), "tools": [{"name": "f"}]}), "tools[0].input_schema"),
         (json!({"max_tokens": 5, "messages": user("x"), "thinking": {}}), "thinking.type"),
         (
+            json!({"max_tokens": 5, "messages": [user("x")[0], {"role": "assistant", "content": "It is"}]}),
+            "messages[1].role: the last message must be the user's",
+        ),
+        (
             json!({"max_tokens": 5, "messages": user("x"), "tool_choice": {"type": "any"}}),
             "tool_choice: there are no tools",
         ),
