@@ -552,6 +552,7 @@ fn responses_are_items() {
         (json!({"input": []}), "input"),
         (json!({"input": "x", "previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"input": "x", "background": true}), "background"),
+        (json!({"input": "x", "metadata": 5}), "metadata"),
         (json!({"input": "x", "max_output_tokens": 0}), "max_output_tokens"),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({"input": "x", "tools": [{"type": "web_search"}]}), "tools[0].type"),
