@@ -101,7 +101,12 @@ impl Grammars {
         if first.map_or(true, |mask| mask.is_zero()) {
             return Err("the grammar allows no answer".to_owned());
         }
-        Ok(Constraint { matcher, after, eos_token_ids: self.eos_token_ids.clone() })
+        Ok(Constraint {
+            matcher,
+            after,
+            eos_token_ids: self.eos_token_ids.clone(),
+            field: "the grammar".to_owned(),
+        })
     }
 }
 
@@ -122,6 +127,18 @@ pub struct Constraint {
     /// `None` once it holds.
     after: Option<u32>,
     eos_token_ids: Vec<u32>,
+    /// What the client calls it.
+    field: String,
+}
+
+/// A grammar led to where nothing may follow, which does not show before it is there.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field}: {why}")]
+pub struct DeadEnd {
+    /// Where the client asked for it.
+    pub field: String,
+    /// In one line.
+    pub why: String,
 }
 
 impl std::fmt::Debug for Constraint {
@@ -140,17 +157,27 @@ pub enum Progress {
 }
 
 impl Constraint {
+    /// The same, asked for by this field of a request.
+    #[must_use]
+    pub fn of_field(self, field: &str) -> Self {
+        Self { field: field.to_owned(), ..self }
+    }
+
+    fn dead_end(&self, why: impl std::fmt::Display) -> DeadEnd {
+        DeadEnd { field: self.field.clone(), why: one_line(why) }
+    }
+
     /// Makes every token impossible that must not come next.
     ///
     /// # Errors
-    /// One line: the grammar cannot go on, or no token fits.
-    pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), String> {
+    /// The grammar cannot go on, or no token fits.
+    pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), DeadEnd> {
         if self.after.is_some() {
             // An answer that ends before the grammar begins would not follow it.
             ban(logits, &self.eos_token_ids);
             return Ok(());
         }
-        let mask = self.matcher.compute_mask_or_eos().map_err(one_line)?;
+        let mask = self.matcher.compute_mask_or_eos().map_err(|error| self.dead_end(error))?;
         let mut any = false;
         for (id, logit) in (0..).zip(logits.iter_mut()) {
             if (id as usize) < mask.len() && mask.is_allowed(id) {
@@ -159,21 +186,21 @@ impl Constraint {
                 *logit = f32::NEG_INFINITY;
             }
         }
-        if any { Ok(()) } else { Err("no token fits the grammar of response_format".to_owned()) }
+        if any { Ok(()) } else { Err(self.dead_end("no token fits")) }
     }
 
     /// Takes note of a token that was drawn.
     ///
     /// # Errors
-    /// One line: the grammar cannot go on.
-    pub fn accept(&mut self, token: u32) -> Result<Progress, String> {
+    /// The grammar cannot go on.
+    pub fn accept(&mut self, token: u32) -> Result<Progress, DeadEnd> {
         if let Some(after) = self.after {
             if token == after {
                 self.after = None;
             }
             return Ok(Progress::Open);
         }
-        self.matcher.consume_token(token).map_err(one_line)?;
+        self.matcher.consume_token(token).map_err(|error| self.dead_end(error))?;
         Ok(if self.matcher.is_stopped() { Progress::Complete } else { Progress::Open })
     }
 }
@@ -309,6 +336,18 @@ mod tests {
         assert!(grammars.compile(&Shape::JsonSchema(deep), None).is_ok());
         // A pattern that once stopped a server goes either way, and nothing stops.
         let _ = grammars.compile(&Shape::JsonSchema(json!({"type": "string", "pattern": "^+[a-z]$"})), None);
+    }
+
+    #[test]
+    fn a_rule_without_an_end_is_told_by_the_field_that_has_it() {
+        let tokenizer = tokenizer();
+        let endless = Shape::Lark("start: \"a\" x\nx: x \"b\"".into());
+        let mut constraint = grammars(&tokenizer).compile(&endless, None).unwrap().of_field("guided_grammar");
+        let a = tokenizer.encode("a", Specials::AsText).unwrap()[0];
+        assert_eq!(allowed(&mut constraint), [a]);
+        let accepted = constraint.accept(a);
+        let dead_end = accepted.and_then(|_| constraint.apply(&mut vec![0.0; 4200])).unwrap_err();
+        assert_eq!((&*dead_end.field, dead_end.why.lines().count()), ("guided_grammar", 1), "{dead_end}");
     }
 
     #[test]

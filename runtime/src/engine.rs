@@ -10,7 +10,7 @@ pub use together::Together;
 pub use worker::not_numbers;
 
 use crate::Error;
-use crate::constraint::Constraint;
+use crate::constraint::{Constraint, DeadEnd};
 use crate::device::{Device, DeviceOptions};
 use crate::kv_cache::{BlockHash, BlockPool};
 use crate::logprobs::TokenLogprobs;
@@ -137,7 +137,7 @@ impl GenerationRequest {
 }
 
 /// What a request's stream carries: log-probabilities of the prompt where they are wanted, `Prompt`, any number of tokens,
-/// then exactly one `Finished` or `Failed`.
+/// then exactly one `Finished`, `Failed` or `DeadEnd`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Log-probabilities of the prompt's next tokens, the first of all left out: nothing comes before it.
@@ -158,6 +158,8 @@ pub enum Event {
     Finished(FinishReason),
     /// The engine could not go on with this request; what to tell the client.
     Failed(String),
+    /// The request's own grammar led to where nothing may follow.
+    DeadEnd(DeadEnd),
 }
 
 impl Event {

@@ -1,5 +1,6 @@
 //! One answer as it comes: the engine's events turned into text, counted, and ended.
 
+use crate::constraint::DeadEnd;
 use crate::engine::{Event, EventStream, FinishReason};
 use crate::logprobs::TokenLogprobs;
 use crate::text::{AnswerText, Piece};
@@ -94,10 +95,16 @@ impl Ending {
     }
 }
 
-/// The engine gave an answer up; what it says about it.
+/// Why an answer was given up.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct Interrupted(String);
+pub enum Interrupted {
+    /// The engine could not go on; what it says about it.
+    #[error("{0}")]
+    Engine(String),
+    /// The request asks for what cannot be.
+    #[error("{0}")]
+    Request(DeadEnd),
+}
 
 impl Generation {
     /// An answer from the engine's events.
@@ -122,7 +129,7 @@ impl Generation {
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Step, Interrupted>> {
         loop {
             let Some(events) = &mut self.events else {
-                return Poll::Ready(Err(Interrupted("the answer has ended".into())));
+                return Poll::Ready(Err(Interrupted::Engine("the answer has ended".into())));
             };
             let event = ready!(events.poll_recv(context));
             let step = self.take(event);
@@ -158,8 +165,9 @@ impl Generation {
             }
             Some(Event::Finished(FinishReason::Complete)) => Ok(self.end(Part::default(), Ending::Stop)),
             Some(Event::Finished(FinishReason::Length)) => Ok(self.end(Part::default(), Ending::Length)),
-            Some(Event::Failed(why)) => Err(Interrupted(why)),
-            None => Err(Interrupted("the engine has stopped".into())),
+            Some(Event::Failed(why)) => Err(Interrupted::Engine(why)),
+            Some(Event::DeadEnd(dead_end)) => Err(Interrupted::Request(dead_end)),
+            None => Err(Interrupted::Engine("the engine has stopped".into())),
         }
     }
 

@@ -8,6 +8,7 @@ mod common;
 mod http;
 
 use http::{Script, TestServer};
+use runtime::constraint::DeadEnd;
 use runtime::engine::{Event, FinishReason};
 use runtime::logprobs::TokenLogprobs;
 use runtime::tokenizer::Specials;
@@ -160,6 +161,68 @@ fn calls_that_must_come_are_held_to_schemas_as_they_are_read() {
         let message = error["message"].as_str().unwrap();
         assert!(message.contains(named) && message.lines().count() == 1, "{schema}: {message}");
     }
+}
+
+#[test]
+fn what_calls_could_not_be_held_to_is_refused_by_name() {
+    let server = TestServer::start((0..3).map(|_| says("x")));
+    server.engine.extend_context(1024);
+    let text = json!({"type": "string"});
+    let city = json!({"type": "object", "properties": {"city": text}, "required": ["city"]});
+    let post = |parameters: &Value, more: &[(&str, Value)]| {
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        let mut body = json!({"messages": user("x"), "tools": [tool], "tool_choice": "required"});
+        for (name, value) in more {
+            body[name] = value.clone();
+        }
+        server.chat(&body)
+    };
+    for (parameters, named) in [
+        (json!({"type": "object", "required": ["city"]}), "f: parameters.required: \"city\""),
+        (json!({"properties": {"a": text}, "required": "a"}), "f: parameters.required: expected a list"),
+        (json!({"properties": {"a": text}, "required": [5]}), "f: parameters.required: 5"),
+        (json!({"properties": []}), "f: parameters.properties: expected an object"),
+        (json!({"anyOf": [city]}), "f: parameters.anyOf cannot be held to"),
+        (json!({"allOf": [city]}), "f: parameters.allOf cannot be held to"),
+        (json!({"$ref": "#/$defs/A", "$defs": {"A": city}}), "f: parameters.$ref cannot be held to"),
+        (json!({"type": "object", "minProperties": 1}), "f: parameters.minProperties cannot be held to"),
+        (json!({"properties": {"x</arg_key>": text}}), "f: \"x</arg_key>\" could not be read"),
+        (json!({"properties": {" x": text}}), "f: \" x\" could not be read"),
+        (json!({"properties": {"a": {"type": "string", "enum": []}}}), "f: a: enum: there is no string"),
+        (json!({"properties": {"a": {"type": "string", "enum": [5]}}}), "f: a: enum: there is no string"),
+        // Errors of the library, which counts lines of a grammar that no client knows.
+        (json!({"properties": {"a": text, "b": {"type": "nothing"}}}), "f: b: "),
+        (json!({"properties": {"a": text, "b": {"type": "string", "pattern": "("}}}), "f: b: "),
+    ] {
+        let error = post(&parameters, &[]).error(400);
+        assert_eq!(error["param"], "tool_choice", "{parameters}: {error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with(&format!("tool_choice: {named}")), "{parameters}: {message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+    }
+    // Where the model is free nothing is promised.
+    let free = post(&json!({"anyOf": [city]}), &[("tool_choice", json!("auto"))]);
+    assert_eq!(free.status, 200, "{free:?}");
+    assert_eq!(post(&city, &[("min_tokens", json!(0))]).status, 200);
+    let error = post(&city, &[("min_tokens", json!(30))]).error(400);
+    assert_eq!(error["param"], "min_tokens", "a call ends where it ends: {error}");
+}
+
+#[test]
+fn a_grammar_that_leads_nowhere_is_the_fault_of_the_request() {
+    let dead_end = DeadEnd { field: "guided_grammar".into(), why: "no token fits".into() };
+    let script = Script::Send(vec![Event::token(1399), Event::DeadEnd(dead_end)]);
+    let server = TestServer::start((0..4).map(|_| script.clone()));
+    let body = json!({"messages": user("x")});
+    let error = server.chat(&body).error(400);
+    assert_eq!(error["param"], "guided_grammar", "{error}");
+    assert!(error["message"].as_str().unwrap().starts_with("guided_grammar: nothing can follow"), "{error}");
+    let chunks = server.chat(&json!({"messages": user("x"), "stream": true})).chunks();
+    assert_eq!(chunks.last().unwrap()["error"]["type"], "invalid_request_error", "{chunks:?}");
+    let json = server.post("/v1/messages", &json!({"messages": user("x"), "max_tokens": 9})).json();
+    assert_eq!(json["error"]["type"], "invalid_request_error", "{json}");
+    let events = named(&server.post("/v1/responses", &json!({"input": "x", "stream": true})));
+    assert_eq!(events.last().unwrap()["response"]["error"]["code"], "invalid_prompt", "{events:?}");
 }
 
 #[test]
@@ -386,6 +449,10 @@ fn anthropics_clients_find_what_they_know() {
         (json!({"max_tokens": 5, "messages": user("x"), "tools": [{"name": "f"}]}), "tools[0].input_schema"),
         (json!({"max_tokens": 5, "messages": user("x"), "thinking": {}}), "thinking.type"),
         (
+            json!({"max_tokens": 5, "messages": [user("x")[0], {"role": "assistant", "content": "It is"}]}),
+            "messages[1].role: the last message must be the user's",
+        ),
+        (
             json!({"max_tokens": 5, "messages": user("x"), "tool_choice": {"type": "any"}}),
             "tool_choice: there are no tools",
         ),
@@ -485,6 +552,7 @@ fn responses_are_items() {
         (json!({"input": []}), "input"),
         (json!({"input": "x", "previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"input": "x", "background": true}), "background"),
+        (json!({"input": "x", "metadata": 5}), "metadata"),
         (json!({"input": "x", "max_output_tokens": 0}), "max_output_tokens"),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({"input": "x", "tools": [{"type": "web_search"}]}), "tools[0].type"),

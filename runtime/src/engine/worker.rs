@@ -2,7 +2,7 @@
 
 use super::{Event, FinishReason, GenerationRequest, Refusal, Together};
 use crate::batch::Logits;
-use crate::constraint::{Constraint, Progress};
+use crate::constraint::{Constraint, DeadEnd, Progress};
 use crate::logprobs::{TokenLogprobs, logprobs};
 use crate::metrics::{Metrics, Moment};
 use crate::rank::{RankGroup, RankStopped};
@@ -72,6 +72,7 @@ pub(super) struct Client {
 enum End {
     Finished(FinishReason),
     Failed(String),
+    DeadEnd(DeadEnd),
 }
 
 /// One set of weights on all ranks, with the sequences that it computes and a cache of its own: what is in it was computed with
@@ -327,7 +328,7 @@ impl Client {
         let raw = self.logprobs.map(|top| (row.to_vec(), top));
         self.processors.apply(row);
         if let Some(constraint) = &mut self.constraint {
-            constraint.apply(row).map_err(End::Failed)?;
+            constraint.apply(row).map_err(End::DeadEnd)?;
         }
         let forced = self.thinking.as_ref().and_then(ThinkingBudget::forced);
         let token = forced.unwrap_or_else(|| self.sampler.sample(row));
@@ -345,7 +346,7 @@ impl Client {
             return Err(End::Finished(FinishReason::Stop(token)));
         }
         let progress = match &mut self.constraint {
-            Some(constraint) => constraint.accept(token).map_err(End::Failed)?,
+            Some(constraint) => constraint.accept(token).map_err(End::DeadEnd)?,
             None => Progress::Open,
         };
         let logprobs = raw.map(|(row, top)| logprobs(&row, token, top));
@@ -404,6 +405,10 @@ fn finish(
         End::Failed(cause) => {
             metrics.failed();
             Event::Failed(cause)
+        }
+        End::DeadEnd(dead_end) => {
+            metrics.failed();
+            Event::DeadEnd(dead_end)
         }
     };
     // The client may have gone at the same moment.

@@ -20,6 +20,12 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<Job, ApiError> 
     let map = fields::object(body)?;
     let fields = Fields::new(&map);
     let conversation = conversation(&fields, context)?;
+    if let Some(turns) = fields.array("messages")?
+        && turns.last().is_some_and(|turn| turn["role"] == "assistant")
+    {
+        let message = "the last message must be the user's: an answer that the client began is not continued";
+        return Err(ApiError::unsupported(format!("messages[{}].role", turns.len() - 1), message));
+    }
     let Some(max_tokens) = fields.integer("max_tokens", 1..=i64::MAX)? else {
         return Err(ApiError::field("max_tokens", "missing: expected a whole number from 1 on"));
     };

@@ -96,7 +96,10 @@ impl Conversation {
             let one = named.is_some() || self.calls == Calls::One;
             let shape = tool_grammar::shape(format, &offered, one, context.dialect.tokenizer())
                 .map_err(|error| ApiError::unsupported("tool_choice", error))?;
-            job.constrain_to("tool_choice", &shape, context)?;
+            job.constrain_to("tool_choice", &shape, context).map_err(|error| ApiError {
+                message: tool_grammar::with_names(&error.message, &shape, &offered),
+                ..error
+            })?;
         }
         job.reading.tools = Some(Arc::new(Tools::new(format.clone(), &self.tools, self.calls)));
         Ok(())

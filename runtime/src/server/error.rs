@@ -1,5 +1,6 @@
 //! What a client hears when something is wrong: OpenAI's error object.
 
+use crate::constraint::DeadEnd;
 use crate::engine::Refusal;
 use crate::generation::Interrupted;
 use crate::reload::{Obstacle, ReloadError};
@@ -215,7 +216,15 @@ impl ApiError {
 
 impl From<Interrupted> for ApiError {
     fn from(interrupted: Interrupted) -> Self {
-        Self::internal(interrupted.to_string())
+        match interrupted {
+            Interrupted::Engine(why) => Self::internal(why),
+            Interrupted::Request(DeadEnd { field, why }) => Self::field(
+                field,
+                format!(
+                    "nothing can follow what it led to ({why}): see to it that every rule can come to an end"
+                ),
+            ),
+        }
     }
 }
 

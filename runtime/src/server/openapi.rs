@@ -371,6 +371,7 @@ fn responses_body() -> Value {
         "previous_response_id": {"type": "null"}, "conversation": {"type": "null"}, "prompt": {"type": "null"},
         "text": or_null(json!({"type": "object", "properties": {"format": or_null(json!({"type": "object", "required": ["type"]}))}})),
         "stream": of("boolean"),
+        "metadata": of("object"),
     }));
     let mut fields = with(fields, &[&known::RESPONSES]);
     fields["store"]["type"] = json!(["boolean", "null"]);

@@ -155,12 +155,6 @@ impl Job {
         let Some((field, shape)) = shape::read(fields)? else {
             return Ok(());
         };
-        if self.generation.sampling.min_tokens > 0 {
-            return Err(ApiError::field(
-                "min_tokens",
-                format!("not together with {field}, which says when the answer ends"),
-            ));
-        }
         self.constrain_to(&field, &shape, context)
     }
 
@@ -170,6 +164,12 @@ impl Job {
         shape: &crate::constraint::Shape,
         context: &Context<'_>,
     ) -> Result<(), ApiError> {
+        if self.generation.sampling.min_tokens > 0 {
+            return Err(ApiError::field(
+                "min_tokens",
+                format!("not together with {field}, which says when the answer ends"),
+            ));
+        }
         let grammars = context.dialect.grammars().map_err(|error| ApiError::unsupported(field, error))?;
         let after = match self.reading.opening {
             Opening::InReasoning => Some(context.dialect.think_tokens().1.ok_or_else(|| {
@@ -182,7 +182,7 @@ impl Job {
             self.reading.opening = Opening::Plain;
         }
         let constraint = grammars.compile(shape, after).map_err(|error| ApiError::field(field, error))?;
-        self.generation.constraint = Some(constraint);
+        self.generation.constraint = Some(constraint.of_field(field));
         Ok(())
     }
 }

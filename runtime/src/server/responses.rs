@@ -13,6 +13,7 @@ use crate::engine::GenerationRequest;
 use crate::generation::{Ending, Part};
 use crate::sampler::SamplingParams;
 use crate::text::{CallDelta, Calls, Reading};
+use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
 /// Reads a body of `/v1/responses`.
@@ -28,6 +29,7 @@ pub(super) fn read(body: &[u8], context: &Context<'_>) -> Result<(Job, Map<Strin
     }
     known::RESPONSES.check(&fields)?;
     fields.boolean("store")?;
+    fields.fields("metadata")?;
     let conversation = conversation(&fields)?;
     let defaults = context.dialect.defaults();
     let top_p = fields.number("top_p", 0.0..=1.0)?;
@@ -92,8 +94,9 @@ fn conversation(fields: &Fields<'_>) -> Result<Conversation, ApiError> {
     match fields.value("input") {
         Some(Value::String(text)) => all.push(json!({"role": "user", "content": text})),
         Some(Value::Array(items)) if !items.is_empty() => {
+            let mut reasoning = String::new();
             for (at, item) in items.iter().enumerate() {
-                read_item(&Fields::at(&format!("input[{at}]"), item)?, &mut all)?;
+                read_item(&Fields::at(&format!("input[{at}]"), item)?, &mut all, &mut reasoning)?;
             }
         }
         Some(other) => return Err(wrong("input", "a string or a list of items that is not empty", other)),
@@ -115,16 +118,26 @@ fn conversation(fields: &Fields<'_>) -> Result<Conversation, ApiError> {
     Ok(Conversation { messages: all, tools, choice, calls, variables, field: "input" })
 }
 
-fn read_item(item: &Fields<'_>, all: &mut Vec<Value>) -> Result<(), ApiError> {
+/// One item becomes a message or a part of one. `reasoning` is what was thought for the assistant's next message or call.
+fn read_item(item: &Fields<'_>, all: &mut Vec<Value>, reasoning: &mut String) -> Result<(), ApiError> {
     let required = |name: &str| {
         item.string(name)?.ok_or_else(|| ApiError::field(item.path(name), "missing: expected a string"))
     };
     match item.string("type")? {
         None | Some("message") => {
-            let message = messages::read_message_of(item)?;
+            let mut message = messages::read_message_of(item)?;
+            let thought = std::mem::take(reasoning);
+            if message["role"] == "assistant" {
+                think_of(&mut message, &thought);
+            }
             all.push(message);
         }
-        Some("reasoning") => (),
+        Some("reasoning") => {
+            for (at, part) in item.array("content")?.unwrap_or_default().iter().enumerate() {
+                let part = Fields::at(&format!("{}[{at}]", item.path("content")), part)?;
+                reasoning.push_str(part.string("text")?.unwrap_or_default());
+            }
+        }
         Some("function_call") => {
             let call = json!({
                 "id": required("call_id")?, "type": "function",
@@ -138,6 +151,9 @@ fn read_item(item: &Fields<'_>, all: &mut Vec<Value>) -> Result<(), ApiError> {
                 },
                 _ => all.push(json!({"role": "assistant", "content": "", "tool_calls": [call]})),
             }
+            if let Some(turn) = all.last_mut() {
+                think_of(turn, &std::mem::take(reasoning));
+            }
         }
         Some("function_call_output") => {
             let output = messages::text(item, "output")?;
@@ -149,6 +165,14 @@ fn read_item(item: &Fields<'_>, all: &mut Vec<Value>) -> Result<(), ApiError> {
         }
     }
     Ok(())
+}
+
+/// Puts what the assistant thought into its turn, where templates look for it.
+fn think_of(turn: &mut Value, thought: &str) {
+    if !thought.is_empty() {
+        let before = turn["reasoning_content"].as_str().unwrap_or_default();
+        turn["reasoning_content"] = (before.to_owned() + thought).into();
+    }
 }
 
 /// A tool in the form of chat completions.
@@ -396,7 +420,8 @@ impl Protocol for Responses {
 
     fn error(&mut self, error: &ApiError, out: &mut Events) {
         let mut response = self.response("failed", &self.items, None);
-        response["error"] = json!({"code": "server_error", "message": error.message});
+        let code = if error.status == StatusCode::BAD_REQUEST { "invalid_prompt" } else { "server_error" };
+        response["error"] = json!({"code": code, "message": error.message});
         self.send("response.failed", json!({"response": response}), out);
     }
 }
@@ -409,4 +434,46 @@ fn usage_json(usage: Usage) -> Value {
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_thought_reaches_the_turn_that_it_was_thought_for() {
+        let thought = |text: &str| json!({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]});
+        let call =
+            |id: &str| json!({"type": "function_call", "call_id": id, "name": "now", "arguments": "{}"});
+        let result = |id: &str| json!({"type": "function_call_output", "call_id": id, "output": "noon"});
+        let user = json!({"role": "user", "content": "x"});
+        let answer = json!({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Noon."}]});
+        let items = json!([
+            user,
+            thought("a"),
+            call("1"),
+            result("1"),
+            thought("b"),
+            answer,
+            thought("lost"),
+            user,
+            answer
+        ]);
+        let body = Map::from_iter([("input".to_owned(), items)]);
+        let messages = conversation(&Fields::new(&body)).unwrap().messages;
+        let turns: Vec<(&Value, &Value)> =
+            messages.iter().map(|message| (&message["role"], &message["reasoning_content"])).collect();
+        let none = Value::Null;
+        assert_eq!(
+            turns,
+            [
+                (&json!("user"), &none),
+                (&json!("assistant"), &json!("a")),
+                (&json!("tool"), &none),
+                (&json!("assistant"), &json!("b")),
+                (&json!("user"), &none),
+                (&json!("assistant"), &none),
+            ]
+        );
+    }
 }

@@ -1,5 +1,6 @@
 //! The grammar of an answer that must call tools.
 
+use super::fields::brief;
 use crate::constraint::Shape;
 use crate::text::{ToolFormat, is_bare_text};
 use crate::tokenizer::Tokenizer;
@@ -36,7 +37,9 @@ pub(super) fn shape(
             let _ = writeln!(grammar, "TEXT: /(.|\\n)*/");
             for (at, tool) in tools.iter().enumerate() {
                 let mut arguments = String::new();
-                for (number, (name, schema, is_required)) in parameters(tool).into_iter().enumerate() {
+                let parameters = parameters(tool, &format.markers())
+                    .map_err(|error| format!("{}: {error}", name_of(tool)))?;
+                for (number, (name, schema, is_required)) in parameters.into_iter().enumerate() {
                     let optional = if is_required { "" } else { "?" };
                     let _ = write!(arguments, " arg_{at}_{number}{optional}");
                     // The reader takes it the same way, or quotes would be read as a part of the text.
@@ -51,6 +54,9 @@ pub(super) fn shape(
                                 terminal
                             }
                         },
+                        (true, Some(texts)) if texts.is_empty() => {
+                            return Err(format!("{}: {name}: enum: there is no string in it", name_of(tool)));
+                        }
                         (true, Some(texts)) => {
                             format!(
                                 "({})",
@@ -101,17 +107,73 @@ fn name_of(tool: &Value) -> &str {
     tool["function"]["name"].as_str().unwrap_or_default()
 }
 
+/// What the schema of all parameters can say and a grammar of one parameter after the other does not hold.
+const NOT_HELD: [&str; 14] = [
+    "$ref",
+    "$dynamicRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "enum",
+    "const",
+    "dependentRequired",
+    "dependentSchemas",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+];
+
 /// Name, schema and whether it is required, in the schema's order.
-fn parameters(tool: &Value) -> Vec<(&str, &Value, bool)> {
+fn parameters<'a>(tool: &'a Value, markers: &[&str]) -> Result<Vec<(&'a str, &'a Value, bool)>, String> {
     let schema = &tool["function"]["parameters"];
-    let required = schema["required"].as_array().map_or(&[][..], Vec::as_slice);
-    let properties = schema["properties"].as_object().into_iter().flatten();
-    properties
-        .map(|(name, schema)| {
-            let is_required = required.iter().any(|required| required == name.as_str());
-            (name.as_str(), schema, is_required)
-        })
-        .collect()
+    if let Some(name) = NOT_HELD.iter().find(|name| !schema[**name].is_null()) {
+        return Err(format!("parameters.{name} cannot be held to: leave it out, or use \"auto\""));
+    }
+    let properties = match &schema["properties"] {
+        Value::Null => Vec::new(),
+        Value::Object(properties) => properties.iter().collect(),
+        other => return Err(format!("parameters.properties: expected an object, found {}", brief(other))),
+    };
+    let required = match &schema["required"] {
+        Value::Null => &[][..],
+        Value::Array(names) => names,
+        other => {
+            return Err(format!("parameters.required: expected a list of names, found {}", brief(other)));
+        }
+    };
+    for name in required {
+        if !properties.iter().any(|(property, _)| name == property.as_str()) {
+            return Err(format!("parameters.required: {} is none of the properties", brief(name)));
+        }
+    }
+    for (name, _) in &properties {
+        if name.trim() != name.as_str() || markers.iter().any(|marker| name.contains(marker)) {
+            return Err(format!("{name:?} could not be read where the model writes it: give another name"));
+        }
+    }
+    let with_need = |(name, schema): (&'a String, &'a Value)| {
+        (name.as_str(), schema, required.iter().any(|one| one == name.as_str()))
+    };
+    Ok(properties.into_iter().map(with_need).collect())
+}
+
+/// An error about a line of the grammar of these tools, with the names of tool and parameter in place of the line.
+pub(super) fn with_names(message: &str, shape: &Shape, tools: &[&Value]) -> String {
+    let found = || {
+        let (before, rest) = message.split_once("at ")?;
+        let (line, rest) = rest.split_once('(')?;
+        let (_, why) = rest.split_once("): ")?;
+        let Shape::Lark(grammar) = shape else { return None };
+        let (rule, _) = grammar.lines().nth(line.parse::<usize>().ok()?.checked_sub(1)?)?.split_once(':')?;
+        let mut numbers = rule.split('_').skip(1).map(str::parse::<usize>);
+        let tool = tools.get(numbers.next()?.ok()?)?;
+        let parameter =
+            tool["function"]["parameters"]["properties"].as_object()?.keys().nth(numbers.next()?.ok()?)?;
+        Some(format!("{before}{}: {parameter}: {why}", name_of(tool)))
+    };
+    found().unwrap_or_else(|| message.to_owned())
 }
 
 /// The strings that a schema lists.
