@@ -42,7 +42,7 @@ DEV Share share_of(const float v[8], int t) {
     Share s;
     s.x.x = floats_to_halves(v[0] * scale, v[1] * scale); s.x.y = floats_to_halves(v[2] * scale, v[3] * scale);
     s.x.z = floats_to_halves(v[4] * scale, v[5] * scale); s.x.w = floats_to_halves(v[6] * scale, v[7] * scale);
-    s.inverse = 1.0f / scale;
+    s.inverse = __uint_as_float(0x7f000000u - __float_as_uint(scale));  // of a power of two
     share_sums(s, t);
     return s;
 }
@@ -205,6 +205,14 @@ struct Block {
 #define ONE_REGISTERS 56
 #define ONE_KERNEL extern "C" __global__ void
 
+// Tells all of the GPU that this block's stores are done; by one thread, after the block has met.
+DEV void arrive(u32 *count) { asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory"); }
+// Until so many blocks have.
+DEV void wait_for(const u32 *count, u32 blocks) {
+    u32 now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(count) : "memory"); while (now < blocks);
+}
+
 // ---- products ----
 
 // What is multiplied: x, plus y where there is one, times the norm's weight where there is one; the results are then divided by the root of the mean
@@ -215,22 +223,28 @@ struct Input {
     float eps;
 };
 
+// Segment i has the blocks first[i] .. first[i + 1].
+struct Spread {
+    int first[4];
+};
+
 // out = w input for every segment. A team has a warp for each tile of a strip; a block takes a run of strips, its teams every other one of these.
-ONE_KERNEL __maxnreg__(ONE_REGISTERS) product_one(__grid_constant__ const Segments segments, int K, int most, int slot_bytes, __grid_constant__ const Input in) {
+ONE_KERNEL __maxnreg__(ONE_REGISTERS) product_one(__grid_constant__ const Segments segments, __grid_constant__ const Spread spread, int K, int most, __grid_constant__ const Input in) {
     __shared__ float squares[32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_tiles = K / 256;
     const int teams = blockDim.x / 32 / n_tiles, team = warp / n_tiles, k = warp - team * n_tiles, column = k * 256 + share_column(lane);
-    const int first = (int)(blockIdx.x * (u32)segments.total / gridDim.x), count = (int)((blockIdx.x + 1) * (u32)segments.total / gridDim.x) - first;
+    int of = 0;
+    while (of + 1 < segments.count && blockIdx.x >= spread.first[of + 1]) of++;
+    const Segment &segment = segments.of[of];
+    const u32 at = blockIdx.x - spread.first[of], blocks = spread.first[of + 1] - spread.first[of];
+    const int first = (int)(at * segment.strips / blocks), count = (int)((at + 1) * segment.strips / blocks) - first, bytes = tile_bytes(segment.type);
     const Block block(most, n_tiles);
     start_next();
     if (warp == 0) {
 #pragma unroll 1
         for (int i = lane; i < count * block.pieces; i += 32) init_barrier(block.full + i);
         fence_barriers();
-        if (lane < count) {
-            const Place p = place(segments, first + lane, n_tiles);
-            block.set(lane, p.strip, p.segment->out + p.at * 16, 0, p.segment->type, lane * n_tiles, 0, count * n_tiles, n_tiles, slot_bytes);
-        }
+        if (lane < count) block.set(lane, segment.w + (size_t)(first + lane) * n_tiles * bytes, segment.out + (first + lane) * 16, 0, segment.type, lane * n_tiles, 0, count * n_tiles, n_tiles, bytes);
     }
     __syncthreads();
     block.ask(count, [](const Strip &s) { return s.w; });
@@ -272,7 +286,7 @@ const int ROUTER_ROWS = 2, ROUTER_HELD = 4, ROUTER_STEP = 4 * 384;
 
 // Adds y to x where there is a y, leaves the sum in `sum` and its norm, times `scale`, as f16 in `tokens`; logits = w norm(x + y), two rows a block
 // of 384 threads.
-ONE_KERNEL __maxnreg__(ONE_REGISTERS) router_one(const float *w, __grid_constant__ const Input in, float scale, int experts, int K, float *logits, u16 *tokens, u64 *choice) {
+ONE_KERNEL __maxnreg__(ONE_REGISTERS) router_one(const float *w, __grid_constant__ const Input in, float scale, int experts, int K, float *logits, u16 *tokens, u64 *choice, u32 *finished) {
     __shared__ float partial[3][12];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x * ROUTER_ROWS;
     float4 weight[ROUTER_ROWS][ROUTER_HELD];
@@ -292,6 +306,7 @@ ONE_KERNEL __maxnreg__(ONE_REGISTERS) router_one(const float *w, __grid_constant
     }
     wait_for_previous();
     if (blockIdx.x == 0 && threadIdx.x < MAX_CHOSEN) choice[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *finished = 0;
     auto input = [&](int c) {
         float4 a = fresh(in.x + c);
         if (in.y) { const float4 b = fresh(in.y + c); a.x += b.x; a.y += b.y; a.z += b.z; a.w += b.w; }
@@ -365,6 +380,14 @@ __device__ __noinline__ void drop_groups(const Router &r, float (*picks)[32]) {
 DEV int those_before(float4 p, float mine, int o, int i) {
     return (p.x > mine || (p.x == mine && o < i)) + (p.y > mine || (p.y == mine && o + 1 < i)) + (p.z > mine || (p.z == mine && o + 2 < i)) + (p.w > mine || (p.w == mine && o + 3 < i));
 }
+// Within two roundings; a division would be a call.
+DEV float sigmoid(float x) {
+    float e = expf(-x), r;
+    e = e > 1e38f ? 1e38f : e;  // a NaN stays one
+    const float d = 1.0f + e;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(d));
+    return r + r * (1.0f - d * r);
+}
 // The bias of the first experts that a warp looks at: constant, so it may be asked for early.
 DEV float early_bias(const Router &r) { return r.bias && threadIdx.x < r.experts ? r.bias[threadIdx.x] : 0.0f; }
 // The whole block chooses: 32 experts a warp first, then among the best of these. A lane of every warp gets each of the chosen, by way of `best`: when
@@ -383,7 +406,7 @@ DEV Chosen choose(const Router &r, float bias, Choosing &c, Chosen *best) {
     auto score_of = [&](int e) {
         if (e >= E) return 0.0f;
         const float logit = __ldcg(r.logits + e);
-        return r.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - top) / sum;
+        return r.sigmoid ? sigmoid(logit) : expf(logit - top) / sum;
     };
     // A NaN counts as the lowest score.
     auto pick_of = [&](int e, float score) { return e < E ? fmaxf(score + (e == threadIdx.x ? bias : r.bias ? r.bias[e] : 0.0f), -INFINITY) : -INFINITY; };
@@ -429,7 +452,7 @@ DEV Chosen choose(const Router &r, float bias, Choosing &c, Chosen *best) {
 
 // The rows of gate and up, each strip's sums in up to two parts: [part][gate, up][row_len]. Strips in the order shared gate, shared up, then gate and up
 // of each chosen expert; blocks take equal runs of their tiles. There is a warp for each tile of a strip.
-ONE_KERNEL __maxnreg__(ONE_REGISTERS) up_one(__grid_constant__ const Router router, __grid_constant__ const Experts x, int K, int most, int slot_bytes, const u16 *tokens, float inverse, float *parts, u64 *choice) {
+ONE_KERNEL __maxnreg__(ONE_REGISTERS) up_one(__grid_constant__ const Router router, __grid_constant__ const Experts x, int K, int most, int slot_bytes, const u16 *tokens, float inverse, float *parts, u64 *choice, u32 *finished) {
     __shared__ int used;
     __shared__ Chosen best[MAX_CHOSEN];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_tiles = K / 256, k = warp;
@@ -491,11 +514,13 @@ ONE_KERNEL __maxnreg__(ONE_REGISTERS) up_one(__grid_constant__ const Router rout
     __syncthreads();
 #pragma unroll 1
     for (int r = threadIdx.x; r < count * 16; r += blockDim.x) block.leave(r / 16, r % 16, 2 * row_len, n_tiles, 1.0f);
+    __syncthreads();
+    if (threadIdx.x == 0) arrive(finished);
 }
 
 // out = down (weight silu(gate) up), summed over the chosen and the shared experts. A warp has one tile's columns: of the shared experts first, then of
 // each chosen one; blocks take runs of strips, teams of a block every other one of these.
-ONE_KERNEL __maxnreg__(56) down_one(const u64 *choice, __grid_constant__ const Experts x, int items, int slot_bytes, const float *parts, float *out, int hidden) {
+ONE_KERNEL __maxnreg__(56) down_one(const u64 *choice, const u32 *finished, int up_blocks, __grid_constant__ const Experts x, int items, int slot_bytes, const float *parts, float *out, int hidden) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, teams = blockDim.x / 32 / items, team = warp / items, item = warp - team * items;
     const int per_expert = x.width / 256, per_shared = x.shared_width / 256, strips = hidden / 16, row_len = x.chosen * x.width + x.shared_width;
     const int most = (strips + gridDim.x - 1) / gridDim.x;
@@ -527,8 +552,9 @@ ONE_KERNEL __maxnreg__(56) down_one(const u64 *choice, __grid_constant__ const E
             for (int i = team; i < count; i += teams) copy_bulk(tiles + item * most * slot_bytes + i * bytes, w + (size_t)i * stride * bytes, bytes, full + warp);
         }
     }
-    __syncwarp();
-    wait_for_previous();
+    // Not for the end of the kernel before: that comes late where memory is busy with this one's tiles.
+    if (threadIdx.x == 0) wait_for(finished, up_blocks);
+    __syncthreads();
     if (mine) {
         const float *from = parts + slot * x.width + k * 256 + share_column(lane);
         float4 gate[2], up[2];
@@ -538,7 +564,7 @@ ONE_KERNEL __maxnreg__(56) down_one(const u64 *choice, __grid_constant__ const E
             gate[i] = make_float4(a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w);
             up[i] = make_float4(b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w);
         }
-        auto activated = [&](float g, float u) { return weight * u * g / (1.0f + __expf(-g)); };
+        auto activated = [&](float g, float u) { return __fdividef(weight * u * g, 1.0f + __expf(-g)); };
         const float v[8] = {activated(gate[0].x, up[0].x), activated(gate[0].y, up[0].y), activated(gate[0].z, up[0].z), activated(gate[0].w, up[0].w),
                             activated(gate[1].x, up[1].x), activated(gate[1].y, up[1].y), activated(gate[1].z, up[1].z), activated(gate[1].w, up[1].w)};
         const Share share = share_of(v, lane % 4);
@@ -557,4 +583,6 @@ ONE_KERNEL __maxnreg__(56) down_one(const u64 *choice, __grid_constant__ const E
         for (int i = 0; i < items; i++) sum += of[i * 16];
         out[first * 16 + r] = sum;
     }
+    // Who waits for this kernel waits for all before it.
+    wait_for_previous();
 }

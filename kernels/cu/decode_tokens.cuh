@@ -54,7 +54,7 @@ DEV float token_scale(float largest) {
     int e = (int)(__float_as_uint(largest) >> 23);
     if (e == 0 || e >= 255) return 1.0f;
     int to = 127 + 9 - e + 127;
-    to = to < 1 ? 1 : to > 254 ? 254 : to;
+    to = to < 1 ? 1 : to > 253 ? 253 : to;
     return __uint_as_float((u32)to << 23);
 }
 

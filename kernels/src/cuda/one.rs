@@ -36,7 +36,7 @@ pub(super) struct One {
     router: Kernel,
     up: Kernel,
     down: Kernel,
-    /// What a router decided: `[MAX_CHOSEN]` of id and weight.
+    /// What a router decided: `[MAX_CHOSEN]` of id and weight. Then a count: blocks on the way up that have finished.
     choice: Memory,
 }
 
@@ -71,6 +71,31 @@ struct Input {
     eps: f32,
 }
 
+/// As in decode_one.cuh: matrix i of a product has the blocks `first[i]` to `first[i + 1]`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Spread {
+    first: [i32; 4],
+}
+
+/// Blocks for each of up to three matrices of so many strips and bytes of a strip's tile, at most one for each strip: such that the largest
+/// share of the bytes is small. `None` for more matrices than blocks.
+fn spread(matrices: &[[usize; 2]], most: usize) -> Option<[usize; 3]> {
+    if matrices.len() > most {
+        return None;
+    }
+    let mut blocks = [0; 3];
+    blocks[..matrices.len()].fill(1);
+    for _ in matrices.len()..most {
+        // Shares are fractions: compared without dividing.
+        let share = |i: usize, other: usize| matrices[i][0] * matrices[i][1] * blocks[other];
+        let open = (0..matrices.len()).filter(|&i| blocks[i] < matrices[i][0]);
+        let Some(i) = open.max_by(|&a, &b| share(a, b).cmp(&share(b, a))) else { break };
+        blocks[i] += 1;
+    }
+    Some(blocks)
+}
+
 /// A product's vector.
 #[derive(Clone, Copy)]
 pub(super) enum Vector<'a> {
@@ -98,7 +123,7 @@ impl One {
         stream: &Stream,
         module: &Arc<Module>,
     ) -> Result<Self, CudaError> {
-        let choice = Memory::new(device, MAX_CHOSEN * 8, "a router's choice")?;
+        let choice = Memory::new(device, MAX_CHOSEN * 8 + 8, "a router's choice")?;
         stream.zero(&choice);
         Ok(Self {
             product: module.kernel_with_all_shared("product_one")?,
@@ -118,11 +143,16 @@ impl One {
         if w.len() > 3 || !(1..=MOST_TILES).contains(&n_tiles) || !w.iter().all(fits) {
             return false;
         }
-        let slot = w.iter().map(|w| tile(w)).max().unwrap_or(0);
-        let strips: usize = w.iter().map(|w| w.rows / ROWS).sum();
-        let grid = strips.min(stream.device().multiprocessors());
-        let most = strips.div_ceil(grid);
-        let shared = block_bytes(most, n_tiles, most * n_tiles, slot);
+        let mut matrices = [[0; 2]; 3];
+        for (matrix, w) in matrices.iter_mut().zip(w) {
+            *matrix = [w.rows / ROWS, tile(w)];
+        }
+        let matrices = &matrices[..w.len()];
+        let Some(blocks) = spread(matrices, stream.device().multiprocessors()) else { return false };
+        let shares = || matrices.iter().zip(blocks).map(|(&[strips, tile], n)| [strips.div_ceil(n), tile]);
+        let most = shares().map(|[strips, _]| strips).max().unwrap_or(0);
+        let tiles = shares().map(|[strips, tile]| strips * n_tiles * tile).max().unwrap_or(0);
+        let shared = block_bytes(most, n_tiles, 1, tiles);
         if shared > self.product.room() || most > 32 {
             return false;
         }
@@ -137,28 +167,32 @@ impl One {
                 Input { x: x.address(), y: 0, norm: weight, sum: 0, eps }
             }
         };
-        let mut segments = Segments { count: int(w.len()), total: int(strips), ..Segments::default() };
-        for (to, (w, out)) in segments.of.iter_mut().zip(w.iter().zip(out)) {
+        let rows: usize = w.iter().map(|w| w.rows).sum();
+        let mut segments = Segments { count: int(w.len()), total: int(rows / ROWS), ..Segments::default() };
+        let mut spread = Spread::default();
+        for (i, (w, out)) in w.iter().zip(out).enumerate() {
             out.holds(w.rows);
-            *to = Segment { w: w.address, out: out.address(), dtype: dtype(w), strips: int(w.rows / ROWS) };
+            segments.of[i] =
+                Segment { w: w.address, out: out.address(), dtype: dtype(w), strips: int(w.rows / ROWS) };
+            spread.first[i + 1] = spread.first[i] + int(blocks[i]);
         }
         let teams = (WARPS / n_tiles).clamp(1, most);
         let bytes = w.iter().map(|w| w.cost(w.rows).bytes).sum();
-        let cost = Cost { bytes, weight: Some((w[0].form.dtype, strips * ROWS, width)) };
+        let cost = Cost { bytes, weight: Some((w[0].form.dtype, rows, width)) };
         // SAFETY: matrices of whole tiles, a vector of the same width, results of their rows: checked above.
         unsafe {
             launch(
                 stream,
                 &self.product,
-                [grid, 1],
+                [blocks.iter().sum(), 1],
                 teams * n_tiles * 32,
                 shared,
                 cost,
                 &mut [
                     from_mut(&mut segments).cast(),
+                    from_mut(&mut spread).cast(),
                     from_mut(&mut { int(width) }).cast(),
                     from_mut(&mut { int(most) }).cast(),
-                    from_mut(&mut { int(slot) }).cast(),
                     from_mut(&mut { input }).cast(),
                 ],
             )
@@ -214,6 +248,7 @@ impl One {
         tokens.holds(hidden / 2);
         out.holds(hidden);
         let router: Router = moe.router(logits.address());
+        let finished = self.choice.address() + (MAX_CHOSEN * 8) as u64;
         // SAFETY: two rows of the gate a block, logits for all; an f16 token and the sum have `hidden` values.
         unsafe {
             launch(
@@ -232,6 +267,7 @@ impl One {
                     from_mut(&mut { logits.address() }).cast(),
                     from_mut(&mut { tokens.address() }).cast(),
                     from_mut(&mut { self.choice.address() }).cast(),
+                    from_mut(&mut { finished }).cast(),
                 ],
             )
         };
@@ -255,6 +291,7 @@ impl One {
                     from_mut(&mut { 1.0 / norm.scale }).cast(),
                     from_mut(&mut { parts.address() }).cast(),
                     from_mut(&mut { self.choice.address() }).cast(),
+                    from_mut(&mut { finished }).cast(),
                 ],
             )
         };
@@ -269,6 +306,8 @@ impl One {
                 down_cost,
                 &mut [
                     from_mut(&mut { self.choice.address() }).cast(),
+                    from_mut(&mut { finished }).cast(),
+                    from_mut(&mut { int(sms) }).cast(),
                     from_mut(&mut { layer }).cast(),
                     from_mut(&mut { int(items) }).cast(),
                     from_mut(&mut { int(down_slot) }).cast(),
@@ -279,5 +318,28 @@ impl One {
             )
         };
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::spread;
+
+    #[test]
+    fn the_largest_share_is_small() {
+        // GLM-5's q_a in Q4_K and kv_a in Q8_0: of 36 strips each has a block, the others have two at most.
+        assert_eq!(spread(&[[128, 2304], [36, 4352]], 132), Some([96, 36, 0]));
+        assert_eq!(spread(&[[384, 2304]], 132), Some([132, 0, 0]));
+    }
+
+    #[test]
+    fn no_block_is_without_a_strip() {
+        assert_eq!(spread(&[[1, 2304], [3, 4352], [2, 3360]], 132), Some([1, 3, 2]));
+    }
+
+    #[test]
+    fn every_matrix_needs_a_block() {
+        assert_eq!(spread(&[[9, 2304], [9, 2304], [9, 2304]], 3), Some([1, 1, 1]));
+        assert_eq!(spread(&[[9, 2304], [9, 2304], [9, 2304]], 2), None);
     }
 }
