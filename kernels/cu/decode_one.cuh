@@ -498,14 +498,15 @@ ONE_KERNEL __maxnreg__(ONE_REGISTERS) up_one(__grid_constant__ const Router rout
         __syncthreads();
     }
     const int count = used;
+    // Every block says the same: the first that knows is not kept waiting for.
+    if (threadIdx.x < x.chosen) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(choice + lane), "l"((u64)(mine.id + 1) << 32 | __float_as_uint(mine.weight)) : "memory");
+    start_next();
     // The tiles land where the choosing was.
     fence_barriers();
     block.ask(count, [&](const Strip &s) {
         const int id = __shfl_sync(~0u, mine.id, s.chosen < 0 ? 0 : s.chosen) - x.first;
         return s.chosen < 0 ? s.w : s.w + (size_t)id * s.rows * n_tiles * s.bytes;
     });
-    if (blockIdx.x == 0 && threadIdx.x < x.chosen) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(choice + lane), "l"((u64)(mine.id + 1) << 32 | __float_as_uint(mine.weight)) : "memory");
-    start_next();
     share_sums(share, lane % 4);
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
@@ -530,7 +531,7 @@ ONE_KERNEL __maxnreg__(56) down_one(const u64 *choice, const u32 *finished, int 
     u8 *tiles = (u8 *)(sums + most * items * 16);
     start_next();
     if (lane == 0) { init_barrier(full + warp); fence_barriers(); }
-    // The first block of the kernel before tells what was chosen as soon as it knows, before it lets this one start; the router made room for it.
+    // The kernel before tells what was chosen as soon as it knows, before it lets this one start; the router made room for it.
     u64 told = 0;
     if (lane < x.chosen) do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(told) : "l"(choice + lane) : "memory"); while (told == 0);
     const Chosen chosen = {(int)(told >> 32) - 1, __uint_as_float((u32)told)};
