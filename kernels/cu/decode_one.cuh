@@ -228,9 +228,12 @@ struct Spread {
     int first[4];
 };
 
+const int SHARED_TILES = 8;  // the most tiles of a strip that several teams of a block have; one.rs has the same number
+
 // out = w input for every segment. A team has a warp for each tile of a strip; a block takes a run of strips, its teams every other one of these.
 ONE_KERNEL __maxnreg__(ONE_REGISTERS) product_one(__grid_constant__ const Segments segments, __grid_constant__ const Spread spread, int K, int most, __grid_constant__ const Input in) {
-    __shared__ float squares[32];
+    __shared__ float squares[32], inverses[SHARED_TILES];
+    __shared__ uint4 halves[SHARED_TILES][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_tiles = K / 256;
     const int teams = blockDim.x / 32 / n_tiles, team = warp / n_tiles, k = warp - team * n_tiles, column = k * 256 + share_column(lane);
     int of = 0;
@@ -251,19 +254,28 @@ ONE_KERNEL __maxnreg__(ONE_REGISTERS) product_one(__grid_constant__ const Segmen
     float4 p = make_float4(1, 1, 1, 1), q = p;
     if (in.norm) { p = *(const float4 *)(in.norm + column); q = *(const float4 *)(in.norm + column + 16); }
     wait_for_previous();
-    float4 a = fresh(in.x + column), b = fresh(in.x + column + 16);
-    if (in.y) {
-        const float4 c = fresh(in.y + column), d = fresh(in.y + column + 16);
-        a.x += c.x; a.y += c.y; a.z += c.z; a.w += c.w;
-        b.x += d.x; b.y += d.y; b.z += d.z; b.w += d.w;
+    Share share;
+    if (team == 0) {
+        float4 a = fresh(in.x + column), b = fresh(in.x + column + 16);
+        if (in.y) {
+            const float4 c = fresh(in.y + column), d = fresh(in.y + column + 16);
+            a.x += c.x; a.y += c.y; a.z += c.z; a.w += c.w;
+            b.x += d.x; b.y += d.y; b.z += d.z; b.w += d.w;
+        }
+        if (in.sum && blockIdx.x == 0) { *(float4 *)(in.sum + column) = a; *(float4 *)(in.sum + column + 16) = b; }
+        if (in.norm) {
+            const float square = warp_sum((a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w) + ((b.x * b.x + b.y * b.y) + (b.z * b.z + b.w * b.w)));
+            if (lane == 0) squares[k] = square;
+        }
+        const float all[8] = {a.x * p.x, a.y * p.y, a.z * p.z, a.w * p.w, b.x * q.x, b.y * q.y, b.z * q.z, b.w * q.w};
+        share = share_of(all, lane % 4);
+        if (teams > 1) { halves[k][lane] = share.x; inverses[k] = share.inverse; }
     }
-    if (in.sum && blockIdx.x == 0 && team == 0) { *(float4 *)(in.sum + column) = a; *(float4 *)(in.sum + column + 16) = b; }
-    if (in.norm) {
-        const float square = warp_sum((a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w) + ((b.x * b.x + b.y * b.y) + (b.z * b.z + b.w * b.w)));
-        if (lane == 0 && team == 0) squares[k] = square;
+    // One team asks the L2 for all: there, every block wants the same lines at the same time.
+    if (teams > 1) {
+        __syncthreads();
+        if (team) { share.x = halves[k][lane]; share.inverse = inverses[k]; share_sums(share, lane % 4); }
     }
-    const float all[8] = {a.x * p.x, a.y * p.y, a.z * p.z, a.w * p.w, b.x * q.x, b.y * q.y, b.z * q.z, b.w * q.w};
-    const Share share = share_of(all, lane % 4);
 #pragma unroll 1
     for (int i = team; i < count; i += teams) block.multiply(i, k, n_tiles, share);
     __syncthreads();

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 /// The most warps that share a strip: one for each tile.
 const MOST_TILES: usize = 32;
-/// Warps of a block of products with short rows.
+/// Warps of a block of products with short rows: several teams share those of up to 8 tiles, as decode_one.cuh has it.
 const WARPS: usize = 16;
 /// As in decode_one.cuh: tiles of a copy.
 const PIECE: usize = 4;
