@@ -156,6 +156,8 @@ impl One {
         if shared > self.product.room() || most > 32 {
             return false;
         }
+        // Of a large product no two blocks go to one multiprocessor, where another would then have none.
+        let shared = if most > 1 { shared.max(self.product.room() / 2 + 1) } else { shared };
         let input = match x {
             Vector::Waiting(norm) => {
                 assert_eq!(norm.width, width, "a norm of another width");
