@@ -31,11 +31,6 @@ DEV void start_next() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-DEV void prefetch(const void *from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
 DEV u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 // Bulk copies from global to shared memory, counted by a barrier of one arrival.
 DEV void init_barrier(u64 *barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"); }

@@ -78,19 +78,18 @@ struct Spread {
     first: [i32; 4],
 }
 
-/// Blocks for each of up to three matrices, at most one for each strip: such that the largest share of the bytes is small. `None` for
-/// more matrices than blocks.
-fn spread(w: &[&Weight], most: usize) -> Option<[usize; 3]> {
-    if w.len() > most {
+/// Blocks for each of up to three matrices of so many strips and bytes of a strip's tile, at most one for each strip: such that the largest
+/// share of the bytes is small. `None` for more matrices than blocks.
+fn spread(matrices: &[[usize; 2]], most: usize) -> Option<[usize; 3]> {
+    if matrices.len() > most {
         return None;
     }
-    let strips = |i: usize| w[i].rows / ROWS;
     let mut blocks = [0; 3];
-    blocks[..w.len()].fill(1);
-    for _ in w.len()..most {
+    blocks[..matrices.len()].fill(1);
+    for _ in matrices.len()..most {
         // Shares are fractions: compared without dividing.
-        let share = |i: usize, other: usize| strips(i) * tile(w[i]) * blocks[other];
-        let open = (0..w.len()).filter(|&i| blocks[i] < strips(i));
+        let share = |i: usize, other: usize| matrices[i][0] * matrices[i][1] * blocks[other];
+        let open = (0..matrices.len()).filter(|&i| blocks[i] < matrices[i][0]);
         let Some(i) = open.max_by(|&a, &b| share(a, b).cmp(&share(b, a))) else { break };
         blocks[i] += 1;
     }
@@ -144,10 +143,15 @@ impl One {
         if w.len() > 3 || !(1..=MOST_TILES).contains(&n_tiles) || !w.iter().all(fits) {
             return false;
         }
-        let Some(blocks) = spread(w, stream.device().multiprocessors()) else { return false };
-        let shares = || w.iter().zip(blocks).map(|(w, blocks)| ((w.rows / ROWS).div_ceil(blocks), tile(w)));
-        let most = shares().map(|(strips, _)| strips).max().unwrap_or(0);
-        let tiles = shares().map(|(strips, tile)| strips * n_tiles * tile).max().unwrap_or(0);
+        let mut matrices = [[0; 2]; 3];
+        for (matrix, w) in matrices.iter_mut().zip(w) {
+            *matrix = [w.rows / ROWS, tile(w)];
+        }
+        let matrices = &matrices[..w.len()];
+        let Some(blocks) = spread(matrices, stream.device().multiprocessors()) else { return false };
+        let shares = || matrices.iter().zip(blocks).map(|(&[strips, tile], n)| [strips.div_ceil(n), tile]);
+        let most = shares().map(|[strips, _]| strips).max().unwrap_or(0);
+        let tiles = shares().map(|[strips, tile]| strips * n_tiles * tile).max().unwrap_or(0);
         let shared = block_bytes(most, n_tiles, 1, tiles);
         if shared > self.product.room() || most > 32 {
             return false;
@@ -316,5 +320,28 @@ impl One {
             )
         };
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::spread;
+
+    #[test]
+    fn the_largest_share_is_small() {
+        // GLM-5's q_a in Q4_K and kv_a in Q8_0: of 36 strips each has a block, the others have two at most.
+        assert_eq!(spread(&[[128, 2304], [36, 4352]], 132), Some([96, 36, 0]));
+        assert_eq!(spread(&[[384, 2304]], 132), Some([132, 0, 0]));
+    }
+
+    #[test]
+    fn no_block_is_without_a_strip() {
+        assert_eq!(spread(&[[1, 2304], [3, 4352], [2, 3360]], 132), Some([1, 3, 2]));
+    }
+
+    #[test]
+    fn every_matrix_needs_a_block() {
+        assert_eq!(spread(&[[9, 2304], [9, 2304], [9, 2304]], 3), Some([1, 1, 1]));
+        assert_eq!(spread(&[[9, 2304], [9, 2304], [9, 2304]], 2), None);
     }
 }
