@@ -88,10 +88,7 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
                     // SAFETY: the features of this function.
                     let (quants, scales) = unsafe { (B::quants(bytes), B::scales(bytes)) };
                     let mut sums = _mm512_setzero_si512();
-                    #[expect(
-                        clippy::needless_range_loop,
-                        reason = "an iterator over three arrays stays a loop in memory"
-                    )]
+                    // By number: an iterator over three arrays of registers stays a loop in memory.
                     for part in 0..4 {
                         let dots = _mm512_dpbusd_epi32(starts[b][part], quants[part], quants_of(x, part));
                         let largest = (B::LARGEST as i32 - B::OFFSET).max(B::OFFSET);
