@@ -175,7 +175,7 @@ impl Product<'_> {
             let run = self.w.run(next..piece.rows.end);
             for (i, segment) in self.w.segments(run.clone()).enumerate() {
                 let Segment { bytes: w, row_bytes, cols, first_block } = segment;
-                let x = x.starting_at(first_block);
+                let x = x.after_blocks(first_block);
                 let meeting = Meeting { w, row_bytes, cols, x, x_rows: piece.items.len(), scratch: blocks };
                 if i == 0 && run == piece.rows {
                     meet.run(isa, meeting, sums);

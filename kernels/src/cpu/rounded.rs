@@ -96,7 +96,7 @@ impl<'a> RoundedRows<'a> {
     }
 
     /// Without the first `blocks` blocks of each row.
-    pub(super) fn starting_at(self, blocks: usize) -> Self {
+    pub(super) fn after_blocks(self, blocks: usize) -> Self {
         Self { blocks: &self.blocks[blocks * self.rows..], ..self }
     }
 

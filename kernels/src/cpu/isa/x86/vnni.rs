@@ -73,7 +73,10 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
         let mut chain = _mm512_setzero_ps();
         for first in (0..cols / SUPER_BLOCK).step_by(RUN) {
             let blocks = RUN.min(cols / SUPER_BLOCK - first);
-            let xs: [&Block; RUN] = std::array::from_fn(|b| x.block(first + b.min(blocks - 1), t));
+            let mut xs = [x.block(first, t); RUN];
+            for (b, block) in xs[..blocks].iter_mut().enumerate() {
+                *block = x.block(first + b, t);
+            }
             let mut starts = [[_mm512_setzero_si512(); 4]; RUN];
             for (starts, x) in starts[..blocks].iter_mut().zip(xs) {
                 *starts = starts_of(B::OFFSET, x);
@@ -85,6 +88,7 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
                     // SAFETY: the features of this function.
                     let (quants, scales) = unsafe { (B::quants(bytes), B::scales(bytes)) };
                     let mut sums = _mm512_setzero_si512();
+                    // By number: an iterator over three arrays of registers stays a loop in memory.
                     for part in 0..4 {
                         let dots = _mm512_dpbusd_epi32(starts[b][part], quants[part], quants_of(x, part));
                         let largest = (B::LARGEST as i32 - B::OFFSET).max(B::OFFSET);
@@ -106,7 +110,7 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
                     }
                 }
             }
-            for (b, x) in xs.iter().enumerate().take(blocks) {
+            for (b, x) in xs.into_iter().enumerate().take(blocks) {
                 let factors = load(&left.factors[b][0]);
                 let d = halves(factors);
                 chain = _mm512_fmadd_ps(
@@ -140,7 +144,10 @@ fn pairs<B: Pair>(meeting: Meeting<'_>, out: &mut [f32]) {
         for first in (0..pairs).step_by(RUN) {
             let run = RUN.min(pairs - first);
             let last = (first + run - 1) / PAIRS;
-            let xs: [&Block; RUN / PAIRS] = std::array::from_fn(|i| x.block(last.min(first / PAIRS + i), t));
+            let mut xs = [x.block(last, t); RUN / PAIRS];
+            for (block, number) in xs.iter_mut().zip(first / PAIRS..last) {
+                *block = x.block(number, t);
+            }
             let mut starts = [[_mm512_setzero_si512(); PAIRS]; RUN / PAIRS];
             for (starts, x) in starts.iter_mut().zip(xs) {
                 *starts = starts_of(B::OFFSET, x);
@@ -166,11 +173,11 @@ fn pairs<B: Pair>(meeting: Meeting<'_>, out: &mut [f32]) {
                 let x = xs[p / PAIRS];
                 let dots = add_up_halves(&left.sums[p]);
                 let blocks = if (first + p) * 2 + 1 < cols / SMALL_BLOCK { 2 } else { 1 };
-                for (i, dots) in dots.into_iter().enumerate().take(blocks) {
+                for (i, dots) in dots.iter().enumerate().take(blocks) {
                     // SAFETY: the features of this function.
                     let d = unsafe { B::factors(load(&left.factors[p][i])) };
                     let d = _mm512_mul_ps(d, _mm512_set1_ps(x.factors[p % PAIRS * 2 + i]));
-                    chain = _mm512_fmadd_ps(d, _mm512_cvtepi32_ps(dots), chain);
+                    chain = _mm512_fmadd_ps(d, _mm512_cvtepi32_ps(*dots), chain);
                 }
             }
         }
