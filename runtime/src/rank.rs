@@ -34,7 +34,7 @@ use std::thread::JoinHandle;
 #[derive(Debug)]
 pub struct RankGroup {
     ranks: Vec<RankHandle>,
-    results: Receiver<(usize, Result<(), String>)>,
+    results: Receiver<Stepped>,
     batch: Arc<Batch>,
     logits: Vec<f32>,
     vocab_size: usize,
@@ -51,6 +51,9 @@ struct RankHandle {
     /// Where a GPU has its bytes.
     upload: Option<Upload>,
 }
+
+/// A rank, and how its step went.
+type Stepped = (usize, Result<(), String>);
 
 /// What a rank's thread makes before its first step: the model, and where a GPU has its file.
 type Made<B, C> = Result<(Model<B, C>, Option<Upload>), Error>;
@@ -245,7 +248,7 @@ impl Drop for RankGroup {
 struct Launch {
     ranks: Vec<RankHandle>,
     ready: (SyncSender<Ready>, Receiver<Ready>),
-    results: (SyncSender<(usize, Result<(), String>)>, Receiver<(usize, Result<(), String>)>),
+    results: (SyncSender<Stepped>, Receiver<Stepped>),
 }
 
 /// A rank's first word.
@@ -308,7 +311,7 @@ struct Link {
     rank: usize,
     ready: SyncSender<Ready>,
     steps: Receiver<Arc<Batch>>,
-    results: SyncSender<(usize, Result<(), String>)>,
+    results: SyncSender<Stepped>,
     logits: Arc<Mutex<Vec<f32>>>,
 }
 

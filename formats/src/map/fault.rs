@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 const MOST: usize = 4096;
 
 /// What is mapped now, for a handler that may neither lock nor allocate.
-static MAPPINGS: [Slot; MOST] = [const { Slot::EMPTY }; MOST];
+static MAPPINGS: [Slot; MOST] = [const { Slot::empty() }; MOST];
 
 struct Slot {
     taken: AtomicBool,
@@ -21,13 +21,15 @@ struct Slot {
 }
 
 impl Slot {
-    const EMPTY: Self = Self {
-        taken: AtomicBool::new(false),
-        start: AtomicUsize::new(0),
-        len: AtomicUsize::new(0),
-        name: AtomicPtr::new(std::ptr::null_mut()),
-        name_len: AtomicUsize::new(0),
-    };
+    const fn empty() -> Self {
+        Self {
+            taken: AtomicBool::new(false),
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(0),
+            name: AtomicPtr::new(std::ptr::null_mut()),
+            name_len: AtomicUsize::new(0),
+        }
+    }
 }
 
 /// A mapping whose file the last line can name, for as long as this lives: the mapping must live longer.

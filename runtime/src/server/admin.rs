@@ -34,9 +34,10 @@ pub(super) fn check(
     let is_forwarded = headers.contains_key(FORWARDED)
         || headers.contains_key(HeaderName::from_static("x-forwarded-for"))
         || headers.contains_key(ORIGIN);
-    let host = headers.get(HOST).and_then(|host| host.to_str().ok()).or_else(|| uri.host());
+    let mut hosts = headers.get_all(HOST).iter().map(|host| host.to_str().ok()).chain(uri.host().map(Some));
+    let is_named = headers.contains_key(HOST) || uri.host().is_some();
     // A page elsewhere may have its name point here.
-    if is_near && !is_forwarded && host.is_some_and(names_loopback) {
+    if is_near && !is_forwarded && is_named && hosts.all(|host| host.is_some_and(names_loopback)) {
         return Ok(());
     }
     Err(ApiError::forbidden(
