@@ -36,7 +36,7 @@ use std::thread::JoinHandle;
 #[derive(Debug)]
 pub struct RankGroup {
     ranks: Vec<RankHandle>,
-    results: Receiver<(usize, Result<(), String>)>,
+    results: Receiver<Stepped>,
     batch: Arc<Batch>,
     logits: Vec<f32>,
     vocab_size: usize,
@@ -53,6 +53,9 @@ struct RankHandle {
     /// Where a GPU has its bytes.
     upload: Option<Upload>,
 }
+
+/// A rank, and how its step went.
+type Stepped = (usize, Result<(), String>);
 
 /// What a rank's thread makes before its first step: the model, and where a GPU has its file.
 type Made<B, C> = Result<(Model<B, C>, Option<Upload>), Error>;
@@ -277,11 +280,8 @@ impl OnGpus<'_> {
 struct Launch {
     ranks: Vec<RankHandle>,
     ready: (SyncSender<Ready>, Receiver<Ready>),
-    results: (SyncSender<StepEnd>, Receiver<StepEnd>),
+    results: (SyncSender<Stepped>, Receiver<Stepped>),
 }
-
-/// How a rank's step ended.
-type StepEnd = (usize, Result<(), String>);
 
 /// A rank's first word.
 struct Ready {
@@ -343,7 +343,7 @@ struct Link {
     rank: usize,
     ready: SyncSender<Ready>,
     steps: Receiver<Arc<Batch>>,
-    results: SyncSender<(usize, Result<(), String>)>,
+    results: SyncSender<Stepped>,
     logits: Arc<Mutex<Vec<f32>>>,
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 const MOST: usize = 4096;
 
 /// What is mapped now, for a handler that may neither lock nor allocate.
-static MAPPINGS: [Slot; MOST] = [const { Slot::new() }; MOST];
+static MAPPINGS: [Slot; MOST] = [const { Slot::empty() }; MOST];
 
 struct Slot {
     taken: AtomicBool,
@@ -21,7 +21,7 @@ struct Slot {
 }
 
 impl Slot {
-    const fn new() -> Self {
+    const fn empty() -> Self {
         Self {
             taken: AtomicBool::new(false),
             start: AtomicUsize::new(0),

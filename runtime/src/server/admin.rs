@@ -34,15 +34,10 @@ pub(super) fn check(
     let is_forwarded = headers.contains_key(FORWARDED)
         || headers.contains_key(HeaderName::from_static("x-forwarded-for"))
         || headers.contains_key(ORIGIN);
-    let mut hosts = headers
-        .get_all(HOST)
-        .iter()
-        .map(|host| host.to_str().unwrap_or_default())
-        .chain(uri.host())
-        .peekable();
+    let mut hosts = headers.get_all(HOST).iter().map(|host| host.to_str().ok()).chain(uri.host().map(Some));
+    let is_named = headers.contains_key(HOST) || uri.host().is_some();
     // A page elsewhere may have its name point here.
-    let is_named = hosts.peek().is_some() && hosts.all(names_loopback);
-    if is_near && !is_forwarded && is_named {
+    if is_near && !is_forwarded && is_named && hosts.all(|host| host.is_some_and(names_loopback)) {
         return Ok(());
     }
     Err(ApiError::forbidden(
