@@ -302,7 +302,7 @@ fn cached_prefixes_and_preemption_change_no_answer() {
         tails.iter().map(|tail| alone.post("/v1/completions", &body(tail)).1).collect();
     assert!(expected.iter().all(|reply| reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0));
     // Room for one of them and a little more: they push each other out.
-    let small = Server::start(&["--max-model-len", "320", "--kv-cache-memory", "30MiB"]);
+    let small = Server::start(&["--max-model-len", "320", "--kv-cache-memory", "3840KiB"]);
     // Who pushes out whom depends on who comes first.
     const MOST_ROUNDS: usize = 20;
     for round in 0..MOST_ROUNDS {
@@ -341,7 +341,7 @@ fn full_queues_and_caches_that_are_too_small_are_refused() {
     let dir = bundled().convert(temp.path(), 2);
     for (memory, expected) in [
         ("1kB", "a block of 64 tokens"),
-        ("4MiB", "one sequence of 512 tokens"),
+        ("2MiB", "one sequence of 512 tokens"),
         ("9000T", "what this machine has"),
     ] {
         let mut command = Command::new(program("shardrun"));
