@@ -17,7 +17,10 @@ pub(super) trait Super: SuperBlock {
     unsafe fn scales(bytes: &[u8]) -> [__m512i; 4];
 
     /// As bytes, 8 or 16; of types without them anything.
-    fn minima(bytes: &[u8]) -> [u64; 2];
+    #[inline(always)]
+    fn minima(_: &[u8]) -> [u64; 2] {
+        [0; 2]
+    }
 
     /// The f16 of the scales in the lower half, that of the minima in the upper one.
     fn factors(bytes: &[u8]) -> u32;
@@ -29,8 +32,11 @@ pub(super) trait Pair: SmallBlock {
     /// The processor has AVX-512 F, BW, VL and DQ.
     unsafe fn quants(blocks: [&[u8]; 2]) -> __m512i;
 
-    /// The factor as the block has it.
-    fn factor(bytes: &[u8]) -> u32;
+    /// The factor as the block has it: its first two bytes unless the type says otherwise.
+    #[inline(always)]
+    fn factor(bytes: &[u8]) -> u32 {
+        half(bytes, 0)
+    }
 
     /// The numbers that such factors are: f16 unless the type says otherwise.
     ///
@@ -127,11 +133,6 @@ impl Super for Q6_K {
     }
 
     #[inline(always)]
-    fn minima(_: &[u8]) -> [u64; 2] {
-        [0; 2]
-    }
-
-    #[inline(always)]
     fn factors(bytes: &[u8]) -> u32 {
         half(bytes, 208)
     }
@@ -161,11 +162,6 @@ impl Super for Q3_K {
         let second = low >> 4 & 0x0f0f_0f0f_0f0f_0f0f | pairs(4);
         let scales = _mm_set_epi64x(second.cast_signed(), first.cast_signed());
         spread_16(_mm512_cvtepi8_epi32(_mm_sub_epi8(scales, _mm_set1_epi8(32))))
-    }
-
-    #[inline(always)]
-    fn minima(_: &[u8]) -> [u64; 2] {
-        [0; 2]
     }
 
     #[inline(always)]
@@ -236,11 +232,6 @@ impl Super for IQ4_XS {
     }
 
     #[inline(always)]
-    fn minima(_: &[u8]) -> [u64; 2] {
-        [0; 2]
-    }
-
-    #[inline(always)]
     fn factors(bytes: &[u8]) -> u32 {
         half(bytes, 0)
     }
@@ -252,11 +243,6 @@ impl Pair for Q4_0 {
     unsafe fn quants([a, b]: [&[u8]; 2]) -> __m512i {
         nibbles_of_two([sixteen(a, 2), sixteen(b, 2)])
     }
-
-    #[inline(always)]
-    fn factor(bytes: &[u8]) -> u32 {
-        half(bytes, 0)
-    }
 }
 
 impl Pair for Q5_0 {
@@ -267,11 +253,6 @@ impl Pair for Q5_0 {
         let low = nibbles_of_two([sixteen(a, 6), sixteen(b, 6)]);
         _mm512_mask_add_epi8(low, fifth, low, _mm512_set1_epi8(16))
     }
-
-    #[inline(always)]
-    fn factor(bytes: &[u8]) -> u32 {
-        half(bytes, 0)
-    }
 }
 
 impl Pair for Q8_0 {
@@ -281,11 +262,6 @@ impl Pair for Q8_0 {
         let quants = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(thirty_two(a, 2)), thirty_two(b, 2));
         _mm512_xor_si512(quants, _mm512_set1_epi8(-128))
     }
-
-    #[inline(always)]
-    fn factor(bytes: &[u8]) -> u32 {
-        half(bytes, 0)
-    }
 }
 
 impl Pair for IQ4_NL {
@@ -293,11 +269,6 @@ impl Pair for IQ4_NL {
     #[inline]
     unsafe fn quants([a, b]: [&[u8]; 2]) -> __m512i {
         _mm512_shuffle_epi8(table(Self::VALUES), nibbles_of_two([sixteen(a, 2), sixteen(b, 2)]))
-    }
-
-    #[inline(always)]
-    fn factor(bytes: &[u8]) -> u32 {
-        half(bytes, 0)
     }
 }
 
