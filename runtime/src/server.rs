@@ -6,6 +6,7 @@ mod answer;
 mod anthropic;
 mod api;
 mod auth;
+mod body;
 mod chat;
 mod completions;
 mod error;

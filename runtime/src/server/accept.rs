@@ -1,22 +1,19 @@
 //! Connections: accepted, limited, encrypted where that is asked for, and ended.
 
 use super::admin::Peer;
-use axum::body::{Body, Bytes, HttpBody};
+use super::body::{Watcher, watched};
 use axum::extract::{self, Request};
 use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::{Extension, Router};
-use http_body::{Frame, SizeHint};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
@@ -186,6 +183,8 @@ impl Drop for Open {
     }
 }
 
+impl Watcher for Open {}
+
 async fn note_activity(
     extract::State(activity): extract::State<Arc<Activity>>,
     request: Request,
@@ -193,31 +192,5 @@ async fn note_activity(
 ) -> Response {
     activity.begun.fetch_add(1, Ordering::AcqRel);
     let open = Open(activity);
-    next.run(request).await.map(|body| Body::new(Watched { body, _open: open }))
-}
-
-/// An answer's body that tells when it is dropped.
-struct Watched {
-    body: Body,
-    _open: Open,
-}
-
-impl HttpBody for Watched {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
+    next.run(request).await.map(|body| watched(body, open))
 }

@@ -2,14 +2,11 @@
 
 use super::admin::Peer;
 use super::api::fresh_id;
-use axum::body::{Body, Bytes, HttpBody};
+use super::body::{Watcher, watched};
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::Response;
-use http_body::{Frame, SizeHint};
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Instant;
 use tracing::{Instrument, Span};
 
@@ -35,7 +32,7 @@ pub(super) async fn request(mut request: Request, next: Next) -> Response {
     response.headers_mut().insert(REQUEST_ID, id);
     let status = response.status().as_u16();
     let entry = Entry { span, begin, peer, method, path, status, bytes: 0, whole: false };
-    response.map(|body| Body::new(Logged { body, entry }))
+    response.map(|body| watched(body, entry))
 }
 
 /// A line of the log, written when it is dropped.
@@ -70,37 +67,9 @@ impl Drop for Entry {
     }
 }
 
-/// An answer's body that counts what is taken of it.
-struct Logged {
-    body: Body,
-    entry: Entry,
-}
-
-impl HttpBody for Logged {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let frame = Pin::new(&mut self.body).poll_frame(context);
-        match &frame {
-            Poll::Ready(Some(Ok(frame))) => {
-                self.entry.bytes += frame.data_ref().map_or(0, |data| data.len() as u64);
-                self.entry.whole |= self.body.is_end_stream();
-            }
-            Poll::Ready(None) => self.entry.whole = true,
-            _ => {}
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+impl Watcher for Entry {
+    fn taken(&mut self, bytes: u64, is_end: bool) {
+        self.bytes += bytes;
+        self.whole |= is_end;
     }
 }
