@@ -9,12 +9,12 @@
 //! ever slows some of them down.
 #![allow(clippy::unwrap_used, reason = "a measurement fails by panicking")]
 
-use bytes::Bytes;
-use formats::{Dtype, Shape, TensorView, quant};
+use formats::{Dtype, TensorView, quant};
 use kernels::cpu::{Cpu, Isa};
 use kernels::{Backend, HostBuffer};
 use serde_json::json;
 use std::time::{Duration, Instant};
+use tests::blocks::matrix;
 
 const ROWS: usize = 256;
 const COLS: usize = 2048;
@@ -33,7 +33,8 @@ fn main() {
         println!("   GB/s for one token, G multiply-adds/s for more");
     }
     for dtype in Dtype::all().filter(|&dtype| quant::decoder(dtype).is_some()) {
-        let view = matrix(dtype);
+        // No product is subnormal then, which would be slow.
+        let view = matrix(dtype, [ROWS, COLS], 0x30);
         for tokens in TOKENS {
             let amount = if tokens == 1 { view.bytes().len() } else { ROWS * COLS * tokens };
             let rates: Vec<f64> =
@@ -55,20 +56,6 @@ fn main() {
             json!({ "unit": "1e9/s: bytes of one token, multiply-adds of more", "types": report })
         );
     }
-}
-
-/// A matrix of arbitrary blocks. Bytes from 0x30 to 0x3f make no scale or value a NaN, and no product subnormal, which would be slow.
-fn matrix(dtype: Dtype) -> TensorView {
-    let shape = Shape::new(&[ROWS as u64, COLS as u64]).unwrap();
-    let bytes = formats::bytes_of(dtype, &shape).unwrap();
-    let mut state = 1u32;
-    let data: Vec<u8> = (0..bytes)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 26) as u8 | 0x30
-        })
-        .collect();
-    TensorView::new(dtype.name(), dtype, shape, Bytes::from(data)).unwrap()
 }
 
 /// Seconds of a product.

@@ -9,14 +9,14 @@
 //! [`ROUNDS`] rounds.
 #![allow(clippy::unwrap_used, reason = "a measurement fails by panicking")]
 
-use bytes::Bytes;
-use formats::{Dtype, Shape, TensorView, quant};
+use formats::{Dtype, TensorView, quant};
 use kernels::cpu::{Cpu, Isa};
 use kernels::step::{LogitRows, Step};
 use kernels::{Backend, HostBuffer};
 use serde_json::json;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
+use tests::blocks::matrix;
 
 /// A matrix whose values take 4 MiB: more than a core's own cache, less than what it shares.
 const ROWS: usize = 256;
@@ -40,7 +40,7 @@ fn main() {
     let rows: Vec<(Dtype, f64, Vec<f64>)> = Dtype::all()
         .filter_map(|dtype| {
             let decode = quant::decoder(dtype)?;
-            let view = matrix(dtype);
+            let view = matrix(dtype, [ROWS, COLS], 0);
             let mut out = vec![0.0f32; ROWS * COLS];
             let plain = gb_per_second(|| decode(black_box(view.bytes()), black_box(&mut out)));
             Some((dtype, plain, isas.iter().map(|&isa| in_backend(isa, &view)).collect()))
@@ -70,20 +70,6 @@ fn main() {
         let best = by_isa.iter().fold(*plain, |best, &speed| best.max(speed));
         println!(" {:>12.2}", best / before.max(after));
     }
-}
-
-/// A matrix of arbitrary blocks. Bytes below 0x40 make no f16 or f32 a NaN, and keep subnormals rare.
-fn matrix(dtype: Dtype) -> TensorView {
-    let shape = Shape::new(&[ROWS as u64, COLS as u64]).unwrap();
-    let bytes = formats::bytes_of(dtype, &shape).unwrap();
-    let mut state = 1u32;
-    let data: Vec<u8> = (0..bytes)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 26) as u8
-        })
-        .collect();
-    TensorView::new(dtype.name(), dtype, shape, Bytes::from(data)).unwrap()
 }
 
 /// Looking up every row of an embedding is decoding the matrix.

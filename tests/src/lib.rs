@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "what the tests share fails as a test does")]
 
+pub mod blocks;
 pub mod server;
 pub mod weights;
 
