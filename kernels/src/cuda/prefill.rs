@@ -19,7 +19,7 @@ pub(super) const MANY: usize = 17;
 const TILE: usize = 128;
 const COLUMNS: usize = 64;
 const THREADS: usize = 256;
-/// Blocks that a multiprocessor works on at the same time.
+/// As in gemm.cu: blocks that a multiprocessor works on at the same time, where it has the memory.
 const RESIDENT: usize = 2;
 
 /// Activations as f16, `stride` apart, with a factor for each row.
