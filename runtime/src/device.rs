@@ -2,6 +2,8 @@
 
 use crate::Error;
 use kernels::cuda::driver::Device as Gpu;
+use std::collections::BTreeSet;
+use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -43,6 +45,17 @@ impl FromStr for CommunicatorChoice {
             "nccl" => Ok(Self::Nccl),
             _ => Err("expected auto, local, peer or nccl".to_owned()),
         }
+    }
+}
+
+impl fmt::Display for CommunicatorChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Local => "local",
+            Self::Peer => "peer",
+            Self::Nccl => "nccl",
+        })
     }
 }
 
@@ -143,6 +156,7 @@ impl DeviceOptions {
         } else {
             self.shared.clone()
         };
+        self.check_sharing(&numbers, ranks)?;
         let mut opened: Vec<Arc<Gpu>> = Vec::new();
         for rank in 0..ranks {
             let number = numbers[rank % numbers.len()];
@@ -154,11 +168,54 @@ impl DeviceOptions {
         }
         Ok(Some(opened))
     }
+
+    /// Ranks wait for each other inside kernels when they are on several GPUs, and those of one GPU would keep each other from
+    /// running: so all ranks are on one, or each has its own.
+    fn check_sharing(&self, numbers: &[usize], ranks: usize) -> Result<(), Error> {
+        let used: Vec<usize> = (0..ranks).map(|rank| numbers[rank % numbers.len()]).collect();
+        let different: BTreeSet<usize> = used.iter().copied().collect();
+        let (own, communicator) = (different.len() == ranks, self.communicator);
+        let alone = matches!(communicator, CommunicatorChoice::Peer | CommunicatorChoice::Nccl);
+        if own || (different.len() == 1 && !alone) {
+            return Ok(());
+        }
+        let list = used.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let gpus = different.len();
+        let (option, expected) = if gpus == 1 {
+            ("--communicator", format!("auto or local, as one GPU has all {ranks} ranks"))
+        } else {
+            let convert = format!("or a checkpoint of {gpus} ranks: `shardmill convert --ranks {gpus}`");
+            ("--devices", format!("a GPU for each of the {ranks} ranks, one for all of them, {convert}"))
+        };
+        let found = if gpus == 1 { communicator.to_string() } else { list };
+        Err(Error::Option { option, expected, found })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_share_one_gpu_or_none() {
+        let refused = |numbers: &[usize], ranks, communicator| {
+            let options = DeviceOptions { communicator, ..DeviceOptions::default() };
+            options.check_sharing(numbers, ranks).err().map(|error| error.to_string())
+        };
+        use CommunicatorChoice::{Auto, Local, Nccl, Peer};
+        assert_eq!(refused(&[0], 8, Auto), None);
+        assert_eq!(refused(&[3, 3], 8, Local), None);
+        assert_eq!(refused(&[1, 0, 2], 2, Nccl), None);
+        assert_eq!(refused(&[5], 1, Peer), None);
+        let line = refused(&[0, 1], 8, Auto).unwrap();
+        assert!(line.contains("--ranks 2") && line.ends_with("found 0,1,0,1,0,1,0,1"), "{line}");
+        let line = refused(&[0], 2, Peer).unwrap();
+        assert!(
+            line.starts_with("--communicator: expected auto or local") && line.ends_with("found peer"),
+            "{line}"
+        );
+        assert!(refused(&[0, 1, 0], 3, Nccl).unwrap().starts_with("--devices"));
+    }
 
     #[test]
     fn devices_are_read_or_refused() {
