@@ -3,6 +3,7 @@
 use crate::{bundled, program};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::ops::Deref;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use tempfile::TempDir;
@@ -16,9 +17,22 @@ pub fn is_on_gpu() -> bool {
 pub struct Server {
     /// The process.
     pub child: Child,
-    /// Where it listens.
-    pub url: String,
+    at: At,
     _checkpoint: Option<TempDir>,
+}
+
+/// Where a server listens.
+pub struct At {
+    /// Its scheme, host and port.
+    pub url: String,
+}
+
+impl Deref for Server {
+    type Target = At;
+
+    fn deref(&self) -> &At {
+        &self.at
+    }
 }
 
 impl Server {
@@ -40,7 +54,7 @@ impl Server {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let url = line.split_whitespace().find(|word| word.starts_with("http://"));
         let url = url.unwrap_or_else(|| panic!("no URL in {line:?}")).to_owned();
-        Self { child, url, _checkpoint: None }
+        Self { child, at: At { url }, _checkpoint: None }
     }
 
     /// The same on the first GPU, which all ranks share, where `SHARDRUN_TEST_DEVICE=cuda` asks for it.
@@ -49,6 +63,13 @@ impl Server {
         Self::of(dir, &[arguments, device].concat(), |command| command)
     }
 
+    /// Its process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl At {
     /// Status and JSON body of a POST.
     pub fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         let (status, text) = self.post_text(path, body);
@@ -91,11 +112,6 @@ impl Server {
         let mut reply = agent.get(format!("{}{path}", self.url)).call().unwrap();
         let text = reply.body_mut().read_to_string().unwrap();
         (reply.status().as_u16(), serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}")))
-    }
-
-    /// Its process.
-    pub fn id(&self) -> u32 {
-        self.child.id()
     }
 
     /// The JSON chunks of a streamed answer; the stream must end with `[DONE]`.

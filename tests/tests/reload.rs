@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tests::server::Server;
@@ -269,4 +270,57 @@ fn a_checkpoint_that_cannot_be_served_changes_nothing() {
     assert_eq!(two.server.status("/health").0, 200);
     assert_eq!(two.reload(&json!({"dir": two.second})).0, 200, "and a good one is taken after all of them");
     assert_eq!(answer(&two.server), two.answers[1]);
+}
+
+/// Somebody copies into the folder while it is loaded, badly: at any moment a rank's file is whole, damaged, cut off or not there.
+#[test]
+fn files_that_change_during_a_reload_are_loaded_whole_or_refused() {
+    let two = Two::new(Other::Norm);
+    let dir = two.copy("changing");
+    let file = dir.join(format!("rank-2-of-{RANKS}.safetensors"));
+    let whole = std::fs::read(&file).unwrap();
+    let mut damaged = whole.clone();
+    let at = whole.len() - 99;
+    damaged[at] ^= 1;
+    let put = |bytes: &[u8]| {
+        let beside = dir.join("beside");
+        std::fs::write(&beside, bytes).unwrap();
+        std::fs::rename(&beside, &file).unwrap();
+    };
+    let done = AtomicBool::new(false);
+    let mut seen = [0; 2];
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                put(&whole);
+                put(&damaged);
+                put(&whole[..whole.len() / 2]);
+                std::fs::remove_file(&file).unwrap();
+            }
+            put(&whole);
+        });
+        let mut serving = 0;
+        let begin = Instant::now();
+        while seen.contains(&0) || begin.elapsed() < Duration::from_secs(3) {
+            assert!(
+                begin.elapsed() < Duration::from_secs(60),
+                "always the same of whole and refused: {seen:?}"
+            );
+            let (status, reply) = two.reload(&json!({"dir": dir, "ranks": [0, 1, 2, 3]}));
+            match status {
+                200 => {
+                    serving = 1;
+                    seen[0] += 1;
+                }
+                _ => {
+                    assert_eq!((status, &reply["error"]["rank"]), (422, &json!(2)), "{reply}");
+                    seen[1] += 1;
+                }
+            }
+            assert_eq!(answer(&two.server), two.answers[serving], "after {reply}");
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    let (status, reply) = two.reload(&json!({"dir": dir, "ranks": [0, 1, 2, 3]}));
+    assert_eq!((status, answer(&two.server)), (200, two.answers[1].clone()), "{reply}");
 }

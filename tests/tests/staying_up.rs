@@ -5,10 +5,12 @@ use formats::checkpoint::Checkpoint;
 use kernels::reference::Reference;
 use kernels::{Backend, HostBuffer};
 use runtime::comm::{Communicator, Local, PeerStopped};
-use runtime::engine::{Engine, EngineOptions, Event, GenerationRequest, Refusal};
+use runtime::dialect::Dialect;
+use runtime::engine::{Engine, EngineOptions};
 use runtime::load::load;
 use runtime::model::Model;
 use runtime::rank::RankGroup;
+use runtime::server::ServerOptions;
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -17,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tests::server::Server;
+use tests::server::{At, Server};
 use tests::weights::{Other, convert_other};
 use tests::{bundled, failure, program, success};
 
@@ -223,7 +225,8 @@ impl Communicator<Reference> for Panics {
 #[test]
 fn a_rank_that_panics_is_named_to_everybody_and_nobody_waits_for_it() {
     let temp = TempDir::new().unwrap();
-    let checkpoint = Checkpoint::open(&bundled().convert(temp.path(), 2)).unwrap();
+    let dir = bundled().convert(temp.path(), 2);
+    let checkpoint = Checkpoint::open(&dir).unwrap();
     let config = checkpoint.manifest().model.clone();
     let options = EngineOptions { max_model_len: Some(256), ..EngineOptions::default() };
     let limits = Engine::limits(&config, 2, &options).unwrap();
@@ -242,22 +245,38 @@ fn a_rank_that_panics_is_named_to_everybody_and_nobody_waits_for_it() {
     });
     let group = RankGroup::of(makes.collect(), config.vocab_size).unwrap();
     let engine = Engine::with(group, 2, &config, &options).unwrap();
-    let handle = engine.handle();
-    let mut streams: Vec<_> =
-        (0..3).map(|at| handle.submit(GenerationRequest::new(vec![5 + at, 6, 7], 100)).unwrap()).collect();
-    for stream in &mut streams {
-        let mut events = Vec::new();
-        while let Some(event) = stream.blocking_recv() {
-            events.push(event);
+    let io = tokio::runtime::Runtime::new().unwrap();
+    let listening = runtime::server::Server::bind("127.0.0.1", 0, ServerOptions::default());
+    let listening = io.block_on(listening).unwrap();
+    let url = format!("http://{}", listening.local_addr().unwrap());
+    listening.readiness().ready("tiny", engine.handle(), Dialect::open(&dir).unwrap());
+    io.spawn(listening.run(std::future::pending()));
+    let at = &At { url };
+    let cause = |error: &Value| {
+        let text = error["error"]["message"].as_str().unwrap_or_else(|| panic!("{error}"));
+        assert!(text.contains("rank 1 stopped") && text.contains("a sum too many"), "{text}");
+    };
+    let mut streamed = body(100);
+    streamed["stream"] = json!(true);
+    std::thread::scope(|scope| {
+        let whole = scope.spawn(|| at.post("/v1/completions", &body(100)));
+        let streams = [0; 2].map(|_| scope.spawn(|| at.post_text("/v1/completions", &streamed)));
+        let (status, error) = whole.join().unwrap();
+        assert_eq!(status, 500, "{error}");
+        cause(&error);
+        for stream in streams {
+            let (_, text) = stream.join().unwrap();
+            let last = text.split("\n\n").filter_map(|event| event.strip_prefix("data: ")).last().unwrap();
+            cause(&serde_json::from_str(last).unwrap_or_else(|e| panic!("{e}: {text}")));
         }
-        let Some(Event::Failed(cause)) = events.last() else { panic!("{events:?}") };
-        assert!(cause.contains("rank 1 stopped") && cause.contains("a sum too many"), "{cause}");
-        assert!(events.iter().any(|event| matches!(event, Event::Token { .. })), "it had begun: {events:?}");
+    });
+    wait_until("it is known", || engine.handle().trouble().is_some());
+    for (path, expected) in [("/health/ready", 503), ("/health/live", 200)] {
+        assert_eq!(at.status(path).0, expected, "{path}");
     }
-    wait_until("it is known", || handle.trouble().is_some());
-    assert!(handle.trouble().unwrap().contains("rank 1 stopped"));
-    let refused = handle.submit(GenerationRequest::new(vec![5], 1)).unwrap_err();
-    assert!(matches!(&refused, Refusal::Stopped { cause } if cause.contains("rank 1")), "{refused}");
+    let (status, error) = at.post("/v1/completions", &body(1));
+    assert_eq!((status, &error["error"]["code"]), (503, &json!("stopped")), "{error}");
+    cause(&error);
 }
 
 #[test]
