@@ -4,7 +4,7 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Tiling, Unit, architecture};
+use super::compile::{Tiling, Unit};
 use super::driver::{Cost, Device, Kernel, Launch, Module, Start, Stream};
 use super::kernels::Store;
 use super::{Buffer, Cache, CudaError, StepMemory, Weight};
@@ -82,7 +82,7 @@ pub(super) fn widths(device: &Device, shape: &MlaShape) -> Option<[usize; 4]> {
 impl Attention {
     pub(super) fn new(stream: &Stream, widths: [usize; 4]) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::attention(widths).code(&architecture(device.capability()))?)?;
+        let module = Module::of(device, &Unit::attention(widths))?;
         let [attend, project, expand, prefill, rows, threads] =
             module.integers("mla_launch")?.map(|n: i32| usize::try_from(n).unwrap_or(0));
         Ok(Self {

@@ -253,7 +253,7 @@ impl Decode {
             return Ok(None);
         }
         let architecture = architecture(device.capability());
-        let module = Module::new(device, &Unit::decode(&architecture).code(&architecture)?)?;
+        let module = Module::of(device, &Unit::decode(&architecture))?;
         let all = |names: [&'static str; 3]| {
             let [one, eight, sixteen] = names;
             let kernel = |name| module.kernel_with_all_shared(name);

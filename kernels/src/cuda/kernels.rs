@@ -4,7 +4,7 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Form, Unit, architecture};
+use super::compile::{Form, Unit};
 use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
 use super::{Buffer, Cache, CudaError, Slice, StepMemory, Weight};
 use crate::shape::{MlaShape, MoeShape};
@@ -71,7 +71,7 @@ pub(super) struct Linear {
 impl Linear {
     pub(super) fn new(stream: &Stream, form: Form) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::linear(form).code(&architecture(device.capability()))?)?;
+        let module = Module::of(device, &Unit::linear(form))?;
         let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self {
             matvec: [kernel("matvec1")?, kernel("matvec2")?, kernel("matvec4")?, kernel("matvec8")?],
@@ -304,7 +304,7 @@ pub(super) struct Ops {
 impl Ops {
     pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::ops().code(&architecture(device.capability()))?)?;
+        let module = Module::of(device, &Unit::ops())?;
         let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self {
             rms_norm: kernel("rms_norm")?,

@@ -4,7 +4,7 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Unit, architecture};
+use super::compile::Unit;
 use super::driver::{Cost, Device, Kernel, Launch, Memory, Module, Start, Stream};
 use super::{Buffer, CudaError};
 use std::ptr::from_mut;
@@ -50,7 +50,7 @@ impl PeerSum {
         let mailboxes = Arc::new(devices.iter().map(mailbox).collect::<Result<Vec<_>, _>>()?);
         let addresses: Vec<u8> = mailboxes.iter().flat_map(|memory| memory.address().to_ne_bytes()).collect();
         let end = |(rank, device): (usize, &Arc<Device>)| {
-            let module = Module::new(device, &Unit::peer().code(&architecture(device.capability()))?)?;
+            let module = Module::of(device, &Unit::peer())?;
             let stream = Stream::new(device)?;
             let on_device = Memory::new(device, addresses.len(), "addresses of mailboxes")?;
             stream.write(&on_device, 0, &addresses);

@@ -4,7 +4,7 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Form, Unit, architecture};
+use super::compile::{Form, Unit};
 use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
 use super::kernels::{early, grid, int, launch};
 use super::{Buffer, CudaError, Slice, Weight};
@@ -87,7 +87,7 @@ pub(super) struct Gemm {
 impl Gemm {
     pub(super) fn new(stream: &Stream, form: Form) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::gemm(form).code(&architecture(device.capability()))?)?;
+        let module = Module::of(device, &Unit::gemm(form))?;
         let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self { gemm: kernel("gemm")?, gemm_experts: kernel("gemm_experts")? })
     }
@@ -173,7 +173,7 @@ pub(super) struct RowKernels {
 impl RowKernels {
     pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
         let device = stream.device();
-        let module = Module::new(device, &Unit::rows().code(&architecture(device.capability()))?)?;
+        let module = Module::of(device, &Unit::rows())?;
         let kernel = |name| module.kernel(name, Unit::dynamic_shared_bytes(name));
         Ok(Self {
             to_half: kernel("to_half")?,

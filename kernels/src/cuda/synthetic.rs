@@ -4,7 +4,7 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Form, Tiling, Unit, architecture};
+use super::compile::{Form, Tiling, Unit};
 use super::driver::{Cost, Event, Kernel, Launch, Memory, Module, Start};
 use super::{Cuda, CudaError, Weight};
 use crate::Error;
@@ -64,7 +64,7 @@ impl Synthesis {
     /// The compiler's or the device's refusal.
     pub fn new(cuda: &Cuda) -> Result<Self, Error> {
         let device = cuda.device();
-        let module = Module::new(device, &Unit::synthetic().code(&architecture(device.capability()))?)?;
+        let module = Module::of(device, &Unit::synthetic())?;
         let kernel = |name| module.kernel(name, 0);
         Ok(Self { fill_blocks: kernel("fill_blocks")?, fill_values: kernel("fill_values")?, seed: 0 })
     }
