@@ -12,6 +12,7 @@ pub mod dialect;
 pub mod engine;
 mod error;
 pub mod generation;
+pub mod heap;
 pub mod kv_cache;
 pub mod load;
 pub mod logits;

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 const ADVICE: &str = "it changed while it was in use: copy or convert the checkpoint again, and write new weights beside those that are served, never into them";
 
 fn main() -> ExitCode {
+    runtime::heap::share();
     if let Err(error) = formats::map::end_on_fault("shardrun", ADVICE) {
         let _ =
             writeln!(std::io::stderr(), "shardrun: error: cannot watch for faults of mapped files: {error}");
