@@ -1,6 +1,7 @@
 //! The operations of one forward pass, at the level of the model, generic over where the numbers live.
 
 use crate::Error;
+use crate::candidates::{Candidates, Selection};
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::Step;
 use formats::{Dtype, TensorView};
@@ -79,6 +80,14 @@ pub trait Backend: Sized {
         Ok(())
     }
 
+    /// Makes what [`Backend::candidates`] of the tokens `ids` needs.
+    ///
+    /// # Errors
+    /// The device's refusal.
+    fn prepare_candidates(&mut self, _ids: &Range<usize>) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Takes over what the operations that follow work on, and says how many rows they are to be given: a backend may add
     /// some, whose results have no meaning.
     fn begin_step(&mut self, step: &Step) -> StepRows;
@@ -98,6 +107,20 @@ pub trait Backend: Sized {
     /// The first fault of the device since it was made; it is of no use any more.
     fn finish(&mut self) -> Result<(), Error> {
         Ok(())
+    }
+
+    /// Appends to `out` what rows of `logits` `[rows, ids.len()]` come to, those of tokens `ids`: for each row that is asked for. Waits for it.
+    ///
+    /// # Errors
+    /// As [`Backend::finish`].
+    fn candidates(
+        &mut self,
+        logits: &Self::Buffer,
+        ids: Range<usize>,
+        asked: &[(usize, &Selection)],
+        out: &mut Vec<Candidates>,
+    ) -> Result<(), Error> {
+        candidates_by_host(self, logits, ids, asked, out)
     }
 
     /// `out[t] = table[tokens[t] - first_row]` for the step's tokens, zeros where that row is not in `table` `[rows, hidden]`
@@ -276,6 +299,24 @@ pub(crate) fn moe_in_parts<B: Backend>(
         b.mlp(shared, x, rows, [shared_gate, up], shared_out);
         b.add(out, shared_out, rows, shape.hidden);
     }
+}
+
+/// [`Backend::candidates`] of rows that are brought here.
+pub(crate) fn candidates_by_host<B: Backend>(
+    b: &mut B,
+    logits: &B::Buffer,
+    ids: Range<usize>,
+    asked: &[(usize, &Selection)],
+    out: &mut Vec<Candidates>,
+) -> Result<(), Error> {
+    let first = u32::try_from(ids.start).expect("token ids are 32 bits wide");
+    let mut values = vec![0.0; ids.len()];
+    for &(row, selection) in asked {
+        b.read(logits, row * ids.len()..(row + 1) * ids.len(), &mut values);
+        b.finish()?;
+        out.push(Candidates::choose(&values, first, selection));
+    }
+    Ok(())
 }
 
 /// Sizes that steps keep to.

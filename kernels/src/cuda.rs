@@ -9,6 +9,7 @@
 
 mod attention;
 mod backend;
+mod candidates;
 pub mod compile;
 mod decode;
 pub mod driver;
@@ -31,6 +32,7 @@ use crate::shape::{MlaShape, MoeShape};
 use crate::step::Step;
 use crate::{Error, ExpertWeights};
 use attention::{Attention, Pieces};
+use candidates::Chooser;
 use compile::Form;
 use decode::{Decode, Prepared};
 use driver::{Device, Event, Graph, Memory, Stream};
@@ -59,6 +61,8 @@ pub struct Cuda {
     gemm: [OnceLock<Gemm>; FORMS],
     rows: RowKernels,
     step: StepMemory,
+    /// Made by the first row that is to be chosen from.
+    chooser: Option<Chooser>,
     /// For up to sixteen tokens and matrices in tiles; where there are such matrices.
     decode: OnceLock<Option<Decode>>,
     prepared: Prepared,
@@ -201,6 +205,7 @@ impl Cuda {
             attention: Vec::new(),
             own_step: Step::default(),
             step: StepMemory::new(device)?,
+            chooser: None,
             scratch: Scratch {
                 queries: buffer()?,
                 latents: buffer()?,

@@ -4,6 +4,7 @@
 //! tested against; [`cpu::Cpu`] is the fast one for processors, [`cuda::Cuda`] the one for NVIDIA's GPUs.
 
 mod backend;
+pub mod candidates;
 pub mod cpu;
 pub mod cuda;
 mod error;

@@ -1,7 +1,7 @@
 //! How fast a checkpoint, or a model that is only sizes, runs on this machine.
 //!
-//! Steps are the ones that the engine runs, logits read back included; the sequences' cache holds zeros, which take as long
-//! as numbers. On one GPU without other ranks every kernel is timed too, in one more step.
+//! Steps are the ones that the engine runs for greedy answers, the choice of the token included; the sequences' cache holds
+//! zeros, which take as long as numbers. On one GPU without other ranks every kernel is timed too, in one more step.
 
 mod synthetic;
 
@@ -13,12 +13,13 @@ use crate::comm::SharedGpu;
 use crate::device::{DeviceOptions, LoadMode};
 use crate::engine::{Arithmetic, EngineOptions};
 use crate::kv_cache::BlockPool;
-use crate::model::Model;
-use crate::rank::{RankGroup, RankPart, on_gpu};
+use crate::model::{Model, StepFault};
+use crate::rank::{Asked, How, RankGroup, RankPart, RankStopped, on_gpu};
 use crate::upload::LoadPlan;
 use formats::Digest;
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
+use kernels::candidates::{Candidates, Selection};
 use kernels::cuda::driver::{Device as Gpu, Timing};
 use kernels::cuda::synthetic::copy_rate;
 use kernels::cuda::{Cuda, Tiling};
@@ -166,7 +167,7 @@ pub fn run(
             }
         }
     }
-    report.logits_blake3 = bench.digest();
+    report.logits_blake3 = bench.digest()?;
     for &tokens in &options.prompts {
         progress(&format!("prompt of {tokens} tokens"));
         let runs = if tokens <= 1024 { 3 } else { 1 };
@@ -225,7 +226,7 @@ enum Runner {
 struct Bench {
     runner: Runner,
     batch: Batch,
-    logits: Vec<f32>,
+    candidates: Vec<Candidates>,
     vocab_size: usize,
     blocks: Vec<u32>,
     subject: String,
@@ -259,7 +260,7 @@ impl Bench {
         Ok(Self {
             runner,
             batch: Batch::default(),
-            logits: Vec::new(),
+            candidates: Vec::new(),
             vocab_size,
             blocks,
             subject,
@@ -337,23 +338,45 @@ impl Bench {
         Ok((Runner::One(Box::new(one)), vocab_size, subject, name_of(&gpus[0]), notes))
     }
 
+    /// A step as the engine runs it for greedy answers.
     fn step(&mut self) -> Result<(), Error> {
+        let (rows, likeliest) = (self.batch.logit_rows().len(), Selection::default());
+        self.candidates.clear();
         match &mut self.runner {
             Runner::One(model) => {
-                self.logits.resize(self.batch.logit_rows().len() * self.vocab_size, 0.0);
-                model
-                    .forward(&self.batch, &mut self.logits)
-                    .map_err(|fault| Error::Stopped(fault.to_string()))
+                let stopped = |fault: StepFault| Error::Stopped(fault.to_string());
+                model.forward(&self.batch).map_err(stopped)?;
+                let asked: Vec<(usize, &Selection)> = (0..rows).map(|row| (row, &likeliest)).collect();
+                model.candidates(&asked, &mut self.candidates).map_err(stopped)?;
+                Ok(model.finish()?)
             }
             Runner::Group(group) => {
+                let stopped = |stopped: RankStopped| Error::Stopped(stopped.to_string());
                 let batch = &self.batch;
-                let logits = group.step(|to| to.copy_from(batch));
-                let logits = logits.map_err(|stopped| Error::Stopped(stopped.to_string()))?;
-                self.logits.clear();
-                self.logits.extend_from_slice(logits);
+                group.step(|to| to.copy_from(batch)).map_err(stopped)?;
+                let how = How::Chosen(Arc::new(likeliest));
+                let asked = (0..rows).map(|row| Asked { row, how: how.clone() }).collect();
+                group.read(asked).map_err(stopped)?;
                 Ok(())
             }
         }
+    }
+
+    /// The logits of the last step.
+    fn logits(&mut self) -> Result<Vec<f32>, Error> {
+        let rows = self.batch.logit_rows().len();
+        let mut logits = vec![0.0; rows * self.vocab_size];
+        match &mut self.runner {
+            Runner::One(model) => {
+                model.read(0..rows, &mut logits);
+                model.finish()?;
+            }
+            Runner::Group(group) => {
+                let read = group.read_whole().map_err(|stopped| Error::Stopped(stopped.to_string()))?;
+                logits.copy_from_slice(read);
+            }
+        }
+        Ok(logits)
     }
 
     fn timed_step(&mut self) -> Result<Times, Error> {
@@ -422,9 +445,9 @@ impl Bench {
         Ok(Some(trace.split_off(last)))
     }
 
-    fn digest(&self) -> String {
-        let bytes: Vec<u8> = self.logits.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Digest::of(&bytes).to_string()
+    fn digest(&mut self) -> Result<String, Error> {
+        let bytes: Vec<u8> = self.logits()?.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Ok(Digest::of(&bytes).to_string())
     }
 }
 

@@ -3,8 +3,8 @@
 //! Everything here fails closed: a grammar that cannot be compiled is refused before anything runs, and one that cannot go
 //! on ends its answer with an error.
 
-use crate::sampler::ban;
 use crate::tokenizer::Tokenizer;
+use kernels::candidates::Selection;
 use llguidance::api::{ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
@@ -170,23 +170,26 @@ impl Constraint {
     /// Makes every token impossible that must not come next.
     ///
     /// # Errors
-    /// The grammar cannot go on, or no token fits.
-    pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), DeadEnd> {
+    /// The grammar cannot go on.
+    pub fn ask(&mut self, selection: &mut Selection) -> Result<(), DeadEnd> {
         if self.after.is_some() {
             // An answer that ends before the grammar begins would not follow it.
-            ban(logits, &self.eos_token_ids);
+            selection.forbid(&self.eos_token_ids);
             return Ok(());
         }
         let mask = self.matcher.compute_mask_or_eos().map_err(|error| self.dead_end(error))?;
-        let mut any = false;
-        for (id, logit) in (0..).zip(logits.iter_mut()) {
-            if (id as usize) < mask.len() && mask.is_allowed(id) {
-                any |= *logit > f32::NEG_INFINITY;
-            } else {
-                *logit = f32::NEG_INFINITY;
-            }
+        let mut allowed = mask.as_slice()[..mask.len().div_ceil(32)].to_vec();
+        // Bits beyond the vocabulary have no meaning.
+        if let Some(last) = allowed.last_mut().filter(|_| mask.len() % 32 > 0) {
+            *last &= (1 << (mask.len() % 32)) - 1;
         }
-        if any { Ok(()) } else { Err(self.dead_end("no token fits")) }
+        selection.allowed = Some(allowed);
+        Ok(())
+    }
+
+    /// What to say where of all tokens that may come next the model gives none a chance.
+    pub fn nothing_fits(&self) -> DeadEnd {
+        self.dead_end("no token fits")
     }
 
     /// Takes note of a token that was drawn.
@@ -243,8 +246,9 @@ mod tests {
     /// What may come next.
     fn allowed(constraint: &mut Constraint) -> Vec<u32> {
         // The model has more rows than the vocabulary.
-        let mut logits = vec![0.0; 4200];
-        constraint.apply(&mut logits).unwrap();
+        let (mut logits, mut selection) = (vec![0.0; 4200], Selection::default());
+        constraint.ask(&mut selection).unwrap();
+        selection.write(&mut logits);
         (0..).zip(logits).filter(|&(_, logit)| logit == 0.0).map(|(id, _)| id).collect()
     }
 
@@ -346,7 +350,7 @@ mod tests {
         let a = tokenizer.encode("a", Specials::AsText).unwrap()[0];
         assert_eq!(allowed(&mut constraint), [a]);
         let accepted = constraint.accept(a);
-        let dead_end = accepted.and_then(|_| constraint.apply(&mut vec![0.0; 4200])).unwrap_err();
+        let dead_end = accepted.and_then(|_| constraint.ask(&mut Selection::default())).unwrap_err();
         assert_eq!((&*dead_end.field, dead_end.why.lines().count()), ("guided_grammar", 1), "{dead_end}");
     }
 

@@ -5,7 +5,7 @@ use crate::batch::Logits as Rows;
 use crate::device::DeviceOptions;
 use crate::engine::{Arithmetic, EngineOptions, not_numbers};
 use crate::kv_cache::BlockPool;
-use crate::rank::{RankGroup, RankPart};
+use crate::rank::{RankGroup, RankPart, RankStopped};
 use formats::checkpoint::Checkpoint;
 use kernels::StepLimits;
 use std::path::Path;
@@ -98,8 +98,9 @@ impl LogitsRunner {
             let cached = i * self.chunk;
             let wanted = (cached + part.len()).saturating_sub(first_kept).min(part.len());
             let rows = if wanted > 0 { Rows::All } else { Rows::None };
-            let step = self.group.step(|batch| batch.push(part, cached, &self.blocks, rows));
-            let logits = step.map_err(|e| Error::Stopped(e.to_string()))?;
+            let stopped = |e: RankStopped| Error::Stopped(e.to_string());
+            self.group.step(|batch| batch.push(part, cached, &self.blocks, rows)).map_err(stopped)?;
+            let logits = self.group.read_whole().map_err(stopped)?;
             if let Some(fault) = not_numbers(logits) {
                 return Err(Error::Stopped(fault));
             }

@@ -8,6 +8,7 @@ use crate::comm::{Communicator, PeerStopped};
 use crate::load::{FfnWeights, LayerWeights, Weights};
 use crate::mla::attention;
 use formats::ModelConfig;
+use kernels::candidates::{Candidates, Selection};
 use kernels::step::BLOCK_TOKENS;
 use kernels::{Backend, MoeBuffers, Pass, StepLimits, StepRows};
 use std::ops::Range;
@@ -76,6 +77,7 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
         let caches = weights.layers.iter().map(|_| backend.cache(slots, width)).collect::<Result<_, _>>()?;
         let buffers = Buffers::new(&backend, &weights, config, limits)?;
         backend.reserve(limits)?;
+        backend.prepare_candidates(&weights.logit_rows)?;
         weights.layers.iter().try_for_each(|layer| backend.prepare_attention(&layer.attention.shape))?;
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         Ok(Self { backend, communicator, weights, caches, buffers, hidden, eps })
@@ -96,19 +98,48 @@ impl<B: Backend, C: Communicator<B>> Model<B, C> {
         self.weights.logit_rows.clone()
     }
 
-    /// Runs a step. `logits` receives `[batch.logit_rows(), local vocab]`.
+    /// Begins a step, whose logits are read afterwards. [`Model::finish`] says whether the device did it.
     ///
     /// # Errors
-    /// [`StepFault`] when another rank has given up, or the device.
-    pub fn forward(&mut self, batch: &Batch, logits: &mut [f32]) -> Result<(), StepFault> {
+    /// [`StepFault::Peer`] when another rank has given up.
+    pub fn forward(&mut self, batch: &Batch) -> Result<(), StepFault> {
         let step = self.backend.begin_step(batch);
         if self.backend.begin_pass(self.communicator.is_repeatable()) == Pass::Run {
             let passed = self.pass(step);
             self.backend.end_pass();
             passed?;
         }
-        self.backend.read(&self.buffers.logits, 0..logits.len(), logits);
-        Ok(self.backend.finish()?)
+        Ok(())
+    }
+
+    /// Copies `rows` of the last step's logits, `[rows, local vocab]`.
+    pub fn read(&mut self, rows: Range<usize>, values: &mut [f32]) {
+        let width = self.weights.logit_rows.len();
+        self.backend.read(&self.buffers.logits, rows.start * width..rows.end * width, values);
+    }
+
+    /// Appends to `out` what rows of the last step's logits come to.
+    ///
+    /// # Errors
+    /// [`StepFault::Device`]
+    pub fn candidates(
+        &mut self,
+        asked: &[(usize, &Selection)],
+        out: &mut Vec<Candidates>,
+    ) -> Result<(), StepFault> {
+        if asked.is_empty() {
+            return Ok(());
+        }
+        let Self { backend, weights, buffers, .. } = self;
+        Ok(backend.candidates(&buffers.logits, weights.logit_rows.clone(), asked, out)?)
+    }
+
+    /// Waits until the step and what was read of it are done.
+    ///
+    /// # Errors
+    /// The device's fault.
+    pub fn finish(&mut self) -> Result<(), kernels::Error> {
+        self.backend.finish()
     }
 
     /// The operations of a step, up to the logits.

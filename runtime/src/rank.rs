@@ -2,8 +2,10 @@
 //! all of them.
 
 mod part;
+mod read;
 
 pub use part::{LoadFault, RankPart};
+pub use read::{Asked, How, Row};
 
 use crate::Error;
 use crate::batch::Batch;
@@ -23,13 +25,14 @@ use kernels::cuda::driver::Device as Gpu;
 use kernels::cuda::{Cuda, CudaError, Tiling};
 use kernels::reference::Reference;
 use kernels::{Backend, StepLimits};
+use read::Part;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 /// All ranks of a loaded checkpoint.
@@ -46,12 +49,29 @@ pub struct RankGroup {
 
 #[derive(Debug)]
 struct RankHandle {
-    steps: Option<SyncSender<Arc<Batch>>>,
+    orders: Option<SyncSender<Order>>,
     thread: Option<JoinHandle<()>>,
     logit_rows: Range<usize>,
-    logits: Arc<Mutex<Vec<f32>>>,
+    part: Arc<Mutex<Part>>,
     /// Where a GPU has its bytes.
     upload: Option<Upload>,
+}
+
+impl RankHandle {
+    fn part(&self) -> MutexGuard<'_, Part> {
+        self.part.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// False: its thread has ended.
+    fn order(&self, order: Order) -> bool {
+        self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok())
+    }
+}
+
+/// What a rank's thread is told. It answers to what is read, and to a step that failed.
+enum Order {
+    Step(Arc<Batch>),
+    Read(Arc<Vec<Asked>>),
 }
 
 /// A rank, and how its step went.
@@ -180,39 +200,35 @@ impl RankGroup {
         self.vocab_size
     }
 
-    /// Runs one step on all ranks: `fill` makes the batch. The result is `[logit rows, vocab_size]`.
+    /// Begins a step on all ranks: `fill` makes the batch. [`RankGroup::read`] ends it.
     ///
     /// # Errors
-    /// [`RankStopped`] naming the first rank that failed, after which every further step fails as well.
-    pub fn step(&mut self, fill: impl FnOnce(&mut Batch)) -> Result<&mut [f32], RankStopped> {
-        let mut batch = std::mem::take(&mut self.batch);
+    /// [`RankStopped`] when a rank has failed before.
+    pub fn step(&mut self, fill: impl FnOnce(&mut Batch)) -> Result<(), RankStopped> {
         // Every rank drops its handle before it reports, so this one is the last.
-        let unique = Arc::make_mut(&mut batch);
+        let unique = Arc::make_mut(&mut self.batch);
         unique.clear();
         fill(unique);
-        let logit_rows = batch.logit_rows().len();
         for (rank, handle) in self.ranks.iter().enumerate() {
-            let sent = handle.steps.as_ref().is_some_and(|steps| steps.send(Arc::clone(&batch)).is_ok());
-            if !sent {
+            if !handle.order(Order::Step(Arc::clone(&self.batch))) {
                 return Err(RankStopped { rank, cause: "its thread has ended".to_owned() });
             }
         }
+        Ok(())
+    }
+
+    /// Lets every rank read its part, and waits until all have.
+    fn order_read(&self, asked: &Arc<Vec<Asked>>) -> Result<(), RankStopped> {
+        for handle in &self.ranks {
+            // One that failed in the step has ended, and its report waits to be heard.
+            let _ = handle.order(Order::Read(Arc::clone(asked)));
+        }
         self.wait()?;
-        self.batch = batch;
         // What was written to a mapped file is what was computed with.
         if let Some(rank) = self.watches.iter().position(|watch| !watch.is_unchanged()) {
             return Err(RankStopped { rank, cause: RankPart::written_to(&self.watches[rank]) });
         }
-        self.logits.resize(logit_rows * self.vocab_size, 0.0);
-        for handle in &self.ranks {
-            let part = handle.logits.lock().unwrap_or_else(PoisonError::into_inner);
-            let width = handle.logit_rows.len();
-            for row in 0..logit_rows {
-                let to = row * self.vocab_size + handle.logit_rows.start;
-                self.logits[to..to + width].copy_from_slice(&part[row * width..(row + 1) * width]);
-            }
-        }
-        Ok(&mut self.logits)
+        Ok(())
     }
 
     /// Waits for every rank. A rank that lost a peer is not the cause: the peer is.
@@ -236,7 +252,7 @@ impl RankGroup {
 impl Drop for RankGroup {
     fn drop(&mut self) {
         for handle in &mut self.ranks {
-            handle.steps = None;
+            handle.orders = None;
         }
         for handle in &mut self.ranks {
             // A panic was reported when it happened.
@@ -295,16 +311,17 @@ impl Launch {
     }
 
     fn spawn(&mut self, rank: usize, run: impl FnOnce(Link) + Send + 'static) -> Result<(), Error> {
-        let (steps_tx, steps) = sync_channel(1);
-        let logits = Arc::new(Mutex::new(Vec::new()));
+        // A step and what is read of it.
+        let (sender, orders) = sync_channel(2);
+        let part = Arc::new(Mutex::new(Part::default()));
         let (ready, results) = (self.ready.0.clone(), self.results.0.clone());
-        let link = Link { rank, ready, steps, results, logits: Arc::clone(&logits) };
+        let link = Link { rank, ready, orders, results, part: Arc::clone(&part) };
         let thread = std::thread::Builder::new()
             .name(format!("rank-{rank}"))
             .spawn(move || run(link))
             .map_err(|e| kernels::Error::Threads { threads: rank + 1, cause: e.to_string() })?;
-        let (steps, thread) = (Some(steps_tx), Some(thread));
-        self.ranks.push(RankHandle { steps, thread, logit_rows: 0..0, logits, upload: None });
+        let (orders, thread) = (Some(sender), Some(thread));
+        self.ranks.push(RankHandle { orders, thread, logit_rows: 0..0, part, upload: None });
         Ok(())
     }
 
@@ -342,15 +359,15 @@ impl Launch {
 struct Link {
     rank: usize,
     ready: SyncSender<Ready>,
-    steps: Receiver<Arc<Batch>>,
+    orders: Receiver<Order>,
     results: SyncSender<Stepped>,
-    logits: Arc<Mutex<Vec<f32>>>,
+    part: Arc<Mutex<Part>>,
 }
 
 impl Link {
     /// Makes the model, says whether that went well, and runs every step that comes.
     fn run<B: Backend, C: Communicator<B>>(self, make: impl FnOnce() -> Made<B, C>) {
-        let Self { rank, ready, steps, results, logits } = self;
+        let Self { rank, ready, orders, results, part } = self;
         let made = catch_unwind(AssertUnwindSafe(make));
         let made = made.unwrap_or_else(|panic| Err(Error::Stopped(panic_text(&*panic))));
         let (mut model, upload) = match made {
@@ -361,30 +378,29 @@ impl Link {
                 return;
             }
         };
-        let width = model.logit_rows().len();
         if ready.send(Ready { rank, loaded: Ok((model.logit_rows(), upload)) }).is_err() {
             return;
         }
         drop(ready);
-        while let Ok(batch) = steps.recv() {
-            let step = catch_unwind(AssertUnwindSafe(|| {
-                let mut logits = logits.lock().unwrap_or_else(PoisonError::into_inner);
-                logits.resize(batch.logit_rows().len() * width, 0.0);
-                model.forward(&batch, &mut logits)
+        while let Ok(order) = orders.recv() {
+            let reports = matches!(order, Order::Read(_));
+            let done = catch_unwind(AssertUnwindSafe(|| match order {
+                Order::Step(batch) => model.forward(&batch),
+                Order::Read(asked) => {
+                    part.lock().unwrap_or_else(PoisonError::into_inner).read(&mut model, &asked)
+                }
             }));
-            drop(batch);
-            let result = match step {
+            let result = match done {
                 Ok(done) => done.map_err(|stopped| stopped.to_string()),
                 Err(panic) => Err(panic_text(&*panic)),
             };
-            let failed = result.is_err();
-            if failed {
+            if result.is_err() {
                 // Before reporting: peers may be waiting for this rank in the middle of the step.
                 drop(model);
                 let _ = results.send((rank, result));
                 return;
             }
-            if results.send((rank, result)).is_err() {
+            if reports && results.send((rank, result)).is_err() {
                 return;
             }
         }

@@ -3,8 +3,8 @@
 mod processors;
 
 pub use processors::Processors;
-pub(crate) use processors::ban;
 
+use kernels::candidates::{Candidates, NEGLIGIBLE};
 use rand_chacha::ChaCha12Rng;
 use rand_core::{Rng, SeedableRng};
 use std::hash::BuildHasher;
@@ -69,10 +69,6 @@ pub struct Sampler {
     kept: Vec<u32>,
 }
 
-/// Tokens whose weight is below 2^-40 of the largest are never drawn. A whole vocabulary of them has a probability of
-/// less than one in a million, and their exponentials would take most of the time.
-const NEGLIGIBLE: f32 = -40.0 * std::f32::consts::LN_2;
-
 /// How many of the likeliest tokens are put in order at first; real nuclei are smaller.
 const FIRST_SORTED: usize = 256;
 
@@ -81,6 +77,11 @@ impl Sampler {
     pub fn new(params: &SamplingParams) -> Self {
         let seed = params.seed.unwrap_or_else(random_seed);
         Self { params: params.clone(), draws: ChaCha12Rng::seed_from_u64(seed), kept: Vec::new() }
+    }
+
+    /// What logits are divided by.
+    pub fn temperature(&self) -> f32 {
+        self.params.temperature
     }
 
     /// The next token, given the logits `[vocab_size]` of every token; they are used up. NaN is never chosen as long as
@@ -112,15 +113,83 @@ impl Sampler {
         self.draw(weights)
     }
 
+    /// The token that [`Sampler::sample`] would choose, where that is one of the candidates; `None`, and nothing drawn, where the whole row
+    /// is needed to know.
+    pub fn choose(&mut self, candidates: &Candidates) -> Option<u32> {
+        let (best, largest) = candidates.best?;
+        if self.params.temperature <= 0.0 || !largest.is_finite() {
+            return Some(best);
+        }
+        let SamplingParams { temperature, top_p, top_k, min_p, .. } = self.params;
+        let exponent = |logit: f32| (logit - largest) / temperature;
+        let weights = candidates.list.iter().map(|&(_, logit)| exponent(logit));
+        let mut weights: Vec<f32> = weights.take_while(|&e| e > NEGLIGIBLE).map(f32::exp).collect();
+        let sum = |weights: &[f32]| weights.iter().map(|&weight| f64::from(weight)).sum::<f64>();
+        // What else may be drawn.
+        let mut rest = candidates.rest;
+        if let Some(top_k) = top_k {
+            if top_k <= weights.len() {
+                weights.truncate(top_k);
+                rest = 0.0;
+            } else if rest > 0.0 {
+                return None;
+            }
+        }
+        if top_p < 1.0 {
+            let enough = f64::from(top_p) * (sum(&weights) + rest);
+            let mut so_far = 0.0;
+            let last = weights.iter().position(|&weight| {
+                so_far += f64::from(weight);
+                so_far >= enough
+            });
+            match last {
+                Some(last) => {
+                    weights.truncate(last + 1);
+                    rest = 0.0;
+                }
+                None if rest > 0.0 => return None,
+                None => {}
+            }
+        }
+        if min_p > 0.0 {
+            weights.retain(|&weight| weight >= min_p);
+            if rest > 0.0 && exponent(candidates.floor).exp() >= min_p {
+                return None;
+            }
+            rest = 0.0;
+        }
+        let mut draws = self.draws.clone();
+        let mut left = unit(&mut draws) * (sum(&weights) + rest);
+        let mut drawn = None;
+        for (&(id, _), &weight) in candidates.list.iter().zip(&weights) {
+            drawn = Some(id);
+            if left < f64::from(weight) {
+                self.draws = draws;
+                return drawn;
+            }
+            left -= f64::from(weight);
+        }
+        // Rounding may leave a little.
+        let drawn = drawn.filter(|_| rest == 0.0)?;
+        self.draws = draws;
+        Some(drawn)
+    }
+
     /// Leaves in `kept` what passes the filters. The largest weight is 1.
     fn keep(&mut self, weights: &[f32]) {
         let SamplingParams { top_p, top_k, min_p, .. } = self.params;
-        if let Some(top_k) = top_k.filter(|&top_k| top_k < self.kept.len()) {
+        let top_k = top_k.filter(|&top_k| top_k < self.kept.len());
+        if let Some(top_k) = top_k {
             self.sort_to(top_k, weights);
             self.kept.truncate(top_k);
         }
         if top_p < 1.0 {
             self.keep_nucleus(f64::from(top_p), weights);
+        } else if top_k.is_none() {
+            // The likeliest first, so that few need to be known for most draws.
+            let sorted = FIRST_SORTED.min(self.kept.len());
+            self.sort_to(sorted, weights);
+            self.kept[sorted..].sort_unstable();
         }
         if min_p > 0.0 {
             self.kept.retain(|&id| weights[id as usize] >= min_p);
@@ -162,9 +231,7 @@ impl Sampler {
 
     /// One of `kept`, each as likely as its weight says.
     fn draw(&mut self, weights: &[f32]) -> u32 {
-        const STEP: f64 = 1.0 / (1u64 << 53) as f64;
-        let unit = (self.draws.next_u64() >> 11) as f64 * STEP;
-        let mut left = unit * total(weights, &self.kept);
+        let mut left = unit(&mut self.draws) * total(weights, &self.kept);
         for &id in &self.kept {
             let weight = f64::from(weights[id as usize]);
             if left < weight {
@@ -175,6 +242,12 @@ impl Sampler {
         // Rounding may leave a little.
         *self.kept.last().expect("the likeliest token passes every filter")
     }
+}
+
+/// Uniform in [0, 1).
+fn unit(draws: &mut ChaCha12Rng) -> f64 {
+    const STEP: f64 = 1.0 / (1u64 << 53) as f64;
+    (draws.next_u64() >> 11) as f64 * STEP
 }
 
 /// A number that nobody can foresee: the standard library's hash keys come from the operating system.
@@ -207,6 +280,7 @@ fn argmax(logits: &[f32]) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kernels::candidates::Selection;
 
     fn params(temperature: f32) -> SamplingParams {
         SamplingParams { temperature, seed: Some(7), ..SamplingParams::default() }
@@ -346,6 +420,45 @@ mod tests {
         assert_eq!(draw(Some(1), 4), FIRST_DRAWS);
     }
     const FIRST_DRAWS: [u32; 4] = [974, 691, 427, 175];
+
+    #[test]
+    fn candidates_give_the_token_of_the_whole_row() {
+        let mut random = ChaCha12Rng::seed_from_u64(3);
+        let (mut chosen, mut unknown) = (0, 0);
+        for round in 0..400 {
+            let spread = [0.3, 4.0, 15.0, 60.0][round % 4];
+            let row: Vec<f32> =
+                (0..3000).map(|_| spread * (random.next_u32() as f32 / u32::MAX as f32)).collect();
+            let params = SamplingParams {
+                temperature: [0.0, 0.6, 1.0, 1.9][round / 4 % 4],
+                top_p: [1.0, 0.9, 0.3][round % 3],
+                top_k: [None, Some(1), Some(40), Some(2000)][round / 2 % 4],
+                min_p: [0.0, 0.05][round / 3 % 2],
+                ..params(1.0)
+            };
+            let selection = Selection { temperature: params.temperature, ..Selection::default() };
+            let candidates = Candidates::choose(&row, 0, &selection);
+            let mut whole = Sampler::new(&params);
+            let mut few = whole.clone();
+            for draw in 0..20 {
+                let expected = whole.sample(&mut row.clone());
+                match few.choose(&candidates) {
+                    Some(token) => {
+                        assert_eq!(token, expected, "round {round}, draw {draw}, {params:?}");
+                        chosen += 1;
+                    }
+                    None => {
+                        // Nothing was drawn.
+                        assert_eq!(few.sample(&mut row.clone()), expected);
+                        unknown += 1;
+                    }
+                }
+            }
+        }
+        assert!(chosen > 3000 && unknown > 100, "{chosen} {unknown}");
+        let nothing = Selection { allowed: Some(vec![]), temperature: 1.0, ..Selection::default() };
+        assert_eq!(Sampler::new(&params(1.0)).choose(&Candidates::choose(&[1.0; 9], 0, &nothing)), None);
+    }
 
     #[test]
     fn scratch_is_allocated_once() {

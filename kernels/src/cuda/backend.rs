@@ -1,12 +1,14 @@
 //! The operations, and which kernels each of them takes.
 
 use super::attention::{self, Attention};
+use super::candidates::{Chooser, MOST_WIDTH};
 use super::decode::Moe;
 use super::driver::Memory;
 use super::kernels::{Queries, Store};
 use super::weight::{Storage, storage};
 use super::{Buffer, Cache, Cuda, MOST_ROWS, Pieces, Recording, Scratch, Tiling, Weight};
-use crate::backend::moe_in_parts;
+use crate::backend::{candidates_by_host, moe_in_parts};
+use crate::candidates::{Candidates, Selection};
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::{BLOCK_TOKENS, Step};
 use crate::{Backend, Error, ExpertWeights, MlpWeights, MoeBuffers, MoeWeights, Pass, StepLimits, StepRows};
@@ -98,6 +100,18 @@ impl Backend for Cuda {
         Ok(())
     }
 
+    fn prepare_candidates(&mut self, ids: &Range<usize>) -> Result<(), Error> {
+        if ids.len() > MOST_WIDTH {
+            self.chooser = None;
+            return Ok(());
+        }
+        let words = ids.end.div_ceil(32);
+        if self.chooser.as_ref().is_none_or(|chooser| chooser.words() < words) {
+            self.chooser = Some(Chooser::new(&self.stream, words)?);
+        }
+        Ok(())
+    }
+
     fn begin_step(&mut self, step: &Step) -> StepRows {
         self.own_step.copy_from(step);
         self.prepared.of = None;
@@ -137,6 +151,22 @@ impl Backend for Cuda {
             self.recordings[bucket] = Recording::Made(graph);
         }
         self.mark(1);
+    }
+
+    fn candidates(
+        &mut self,
+        logits: &Buffer,
+        ids: Range<usize>,
+        asked: &[(usize, &Selection)],
+        out: &mut Vec<Candidates>,
+    ) -> Result<(), Error> {
+        self.prepare_candidates(&ids)?;
+        self.settle(&[logits]);
+        let Some(chooser) = &mut self.chooser else {
+            return candidates_by_host(self, logits, ids, asked, out);
+        };
+        let first = u32::try_from(ids.start).expect("token ids are 32 bits wide");
+        Ok(chooser.choose(&self.stream, logits, ids.len(), first, asked, out)?)
     }
 
     fn finish(&mut self) -> Result<(), Error> {

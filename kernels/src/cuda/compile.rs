@@ -112,6 +112,11 @@ impl Unit {
         Self { name: "peer.cu", text: include_str!("../../cu/peer.cu"), defines: Vec::new() }
     }
 
+    /// What is left of logits for a token to be drawn from.
+    pub fn candidates() -> Self {
+        Self { name: "candidates.cu", text: include_str!("../../cu/candidates.cu"), defines: Vec::new() }
+    }
+
     /// Random weights.
     pub fn synthetic() -> Self {
         Self { name: "synthetic.cu", text: include_str!("../../cu/synthetic.cu"), defines: Vec::new() }
@@ -156,7 +161,14 @@ impl Unit {
         let of_types = Form::all().into_iter().flat_map(Self::of_weights);
         // GLM-5's and DeepSeek-V3's widths, and small ones.
         let attention = [[192, 64, 256, 512], [128, 64, 128, 512], [32, 16, 24, 64]].map(Self::attention);
-        let others = [Self::ops(), Self::rows(), Self::peer(), Self::synthetic(), Self::decode(architecture)];
+        let others = [
+            Self::ops(),
+            Self::rows(),
+            Self::peer(),
+            Self::candidates(),
+            Self::synthetic(),
+            Self::decode(architecture),
+        ];
         others.into_iter().chain(attention).chain(of_types).collect()
     }
 
@@ -174,6 +186,7 @@ impl Unit {
         match kernel {
             // As large as a model's sizes ask for. A little is theirs statically.
             "mla_store" | "attend" | "route" => SHARED_BYTES - 1024,
+            "candidates" => super::candidates::SHARED_BYTES,
             // Two stages of two tiles of 128 x 64 f16.
             "gemm" | "gemm_experts" => 64 << 10,
             // Two stages of 64 + 128 lines of 36 f32.

@@ -3,14 +3,16 @@
 use super::{Event, FinishReason, GenerationRequest, Refusal, Together};
 use crate::batch::Logits;
 use crate::constraint::{Constraint, DeadEnd, Progress};
-use crate::logprobs::{TokenLogprobs, logprobs};
+use crate::logprobs::{TokenLogprobs, candidate_logprobs, logprobs};
 use crate::metrics::{Metrics, Moment};
-use crate::rank::{RankGroup, RankStopped};
+use crate::rank::{Asked, How, RankGroup, RankStopped, Row};
 use crate::sampler::{Processors, Sampler};
 use crate::scheduler::{Scheduled, Scheduler};
 use crate::sequence::{Prefix, SeqId, Sequence};
 use crate::thinking::ThinkingBudget;
+use kernels::candidates::{MOST_EDITS, Selection};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -67,6 +69,17 @@ pub(super) struct Client {
     last_token: Option<Instant>,
     together: Together,
 }
+
+/// What a part of a step needs of its logits.
+struct Question {
+    /// Of the step's rows.
+    rows: Range<usize>,
+    /// How the next token is drawn.
+    selection: Arc<Selection>,
+}
+
+/// A part's new token, if it was time for one.
+type Taken = Result<Option<u32>, End>;
 
 /// Why a sequence ends in a step.
 enum End {
@@ -201,31 +214,59 @@ impl Worker {
             return Ok(());
         }
         let Self { group, scheduler, clients, plan, metrics, .. } = self;
-        let vocab_size = group.vocab_size();
         let rows: Vec<Logits> = plan.iter().map(|part| rows_of(part, scheduler, clients)).collect();
-        let logits = group.step(|batch| {
+        group.step(|batch| {
             for (part, &rows) in plan.iter().zip(&rows) {
                 let sequence = scheduler.sequence(part.id).expect("only running sequences are scheduled");
                 let cached = sequence.cached();
                 batch.push(&sequence.tokens()[cached..cached + part.tokens], cached, sequence.blocks(), rows);
             }
         })?;
-        let mut rest = logits;
-        for (&part, &rows) in plan.iter().zip(&rows) {
-            let count = match rows {
+        // While the ranks compute.
+        let mut asked = Vec::new();
+        let mut row = 0;
+        let mut questions = Vec::with_capacity(plan.len());
+        for (part, &rows) in plan.iter().zip(&rows) {
+            let client = clients.get_mut(&part.id).expect("every sequence has its client");
+            let of_part = match rows {
                 Logits::None => 0,
                 Logits::Last => 1,
                 Logits::All => part.tokens,
             };
-            let (own, behind) = rest.split_at_mut(count * vocab_size);
-            rest = behind;
+            questions.push(client.ask(row..row + of_part, rows, &mut asked));
+            row += of_part;
+        }
+        let mut taken = Vec::with_capacity(plan.len());
+        let mut answers = group.read(asked)?.into_iter();
+        for (&part, question) in plan.iter().zip(&questions) {
             let sequence = scheduler.sequence(part.id).expect("it was scheduled");
             let client = clients.get_mut(&part.id).expect("every sequence has its client");
-            let drawn = match own.chunks_exact(vocab_size).find_map(not_numbers) {
-                Some(fault) => Err(End::Failed(fault)),
-                None => client.take(sequence, part, rows, own, vocab_size, metrics),
-            };
-            let end = match drawn {
+            taken.push(match question {
+                Ok(question) => {
+                    let rows: Vec<Row<'_>> = answers.by_ref().take(question.rows.len()).collect();
+                    client.take(sequence, part, question, rows, metrics)
+                }
+                Err(dead_end) => Some(Err(End::DeadEnd(dead_end.clone()))),
+            });
+        }
+        drop(answers);
+        // Where the drawn token is none of the likely ones.
+        let unknown = || taken.iter().zip(&questions).filter(|(taken, _)| taken.is_none());
+        let last = |question: &Question| question.rows.end - 1;
+        let asked: Vec<Asked> = unknown()
+            .filter_map(|(_, question)| question.as_ref().ok())
+            .map(|question| Asked { row: last(question), how: How::Whole })
+            .collect();
+        if !asked.is_empty() {
+            let mut answers = group.read(asked)?.into_iter();
+            for ((taken, question), part) in taken.iter_mut().zip(&questions).zip(plan.iter()) {
+                let (None, Ok(question)) = (&taken, question) else { continue };
+                let client = clients.get_mut(&part.id).expect("every sequence has its client");
+                *taken = answers.next().and_then(|row| client.draw(&question.selection, row, metrics));
+            }
+        }
+        for (&part, taken) in plan.iter().zip(taken) {
+            let end = match taken.expect("a whole row is enough") {
                 Err(End::Finished(reason)) => {
                     // What was computed of its prompt serves others.
                     scheduler.advance(part, None);
@@ -296,21 +337,54 @@ impl Client {
         let _ = self.events.send(Event::Failed(cause.to_owned()));
     }
 
-    /// Uses the logits of a part: scores the prompt, draws the next token. `None` when there is none to draw yet.
+    /// Asks for `rows` of the step's logits, those of its part.
+    ///
+    /// # Errors
+    /// The answer's grammar cannot go on.
+    fn ask(
+        &mut self,
+        rows: Range<usize>,
+        wanted: Logits,
+        asked: &mut Vec<Asked>,
+    ) -> Result<Question, DeadEnd> {
+        let (temperature, logprobs) = (self.sampler.temperature(), self.logprobs.is_some());
+        let mut selection = Selection { temperature, logprobs, ..Selection::default() };
+        if wanted != Logits::None {
+            self.processors.ask(&mut selection);
+            if let Some(constraint) = &mut self.constraint {
+                constraint.ask(&mut selection)?;
+            }
+        }
+        let selection = Arc::new(selection);
+        let whole = wanted == Logits::All
+            // Log-probabilities are of the unchanged logits.
+            || (logprobs && !selection.is_plain())
+            || selection.edits.len() > MOST_EDITS;
+        let how = if whole { How::Whole } else { How::Chosen(Arc::clone(&selection)) };
+        asked.extend(rows.clone().map(|row| Asked { row, how: how.clone() }));
+        Ok(Question { rows, selection })
+    }
+
+    /// Uses the logits of a part: scores the prompt, draws the next token, if it is time for that. `None`: the whole last row is needed, to
+    /// [`Client::draw`] from.
     fn take(
         &mut self,
         sequence: &Sequence,
         part: Scheduled,
-        rows: Logits,
-        logits: &mut [f32],
-        vocab_size: usize,
+        question: &Question,
+        mut rows: Vec<Row<'_>>,
         metrics: &Metrics,
-    ) -> Result<Option<u32>, End> {
-        if rows == Logits::All {
-            self.score_prompt(sequence, logits, vocab_size);
+    ) -> Option<Taken> {
+        let fault = rows.iter().find_map(|row| match row {
+            Row::Whole(row) => not_numbers(row),
+            Row::Chosen(candidates) => candidates.fault.map(not_a_number),
+        });
+        if let Some(fault) = fault {
+            return Some(Err(End::Failed(fault)));
         }
+        self.score_prompt(sequence, &rows);
         if !part.sample {
-            return Ok(None);
+            return Some(Ok(None));
         }
         if sequence.tokens().len() == sequence.prompt() {
             metrics.prompt_done(sequence.prompt(), sequence.reused());
@@ -318,20 +392,46 @@ impl Client {
             let _ = self.events.send(Event::Prompt { reused: sequence.reused() });
         }
         if self.max_tokens == 0 {
-            return Err(End::Finished(FinishReason::Length));
+            return Some(Err(End::Finished(FinishReason::Length)));
         }
-        let start = logits.len() - vocab_size;
-        self.draw(&mut logits[start..], metrics).map(Some)
+        let last = rows.pop().expect("a part that samples has a row");
+        self.draw(&question.selection, last, metrics)
     }
 
-    fn draw(&mut self, row: &mut [f32], metrics: &Metrics) -> Result<u32, End> {
-        let raw = self.logprobs.map(|top| (row.to_vec(), top));
-        self.processors.apply(row);
-        if let Some(constraint) = &mut self.constraint {
-            constraint.apply(row).map_err(End::DeadEnd)?;
-        }
+    /// Draws the next token. `None`: it, or something that is to be said of it, is not among the candidates.
+    fn draw(&mut self, selection: &Selection, row: Row<'_>, metrics: &Metrics) -> Option<Taken> {
         let forced = self.thinking.as_ref().and_then(ThinkingBudget::forced);
-        let token = forced.unwrap_or_else(|| self.sampler.sample(row));
+        let (token, logprobs) = match row {
+            Row::Chosen(candidates) => {
+                let fits = candidates.best.is_some_and(|(_, logit)| logit > f32::NEG_INFINITY);
+                if let (Some(constraint), false) = (&self.constraint, fits) {
+                    return Some(Err(End::DeadEnd(constraint.nothing_fits())));
+                }
+                let of = |token, top| candidate_logprobs(&candidates, token, top);
+                if let (Some(top), Some((best, _))) = (self.logprobs, candidates.best) {
+                    // Before anything is drawn.
+                    of(forced.unwrap_or(best), top)?;
+                }
+                let token = forced.or_else(|| self.sampler.choose(&candidates))?;
+                (token, self.logprobs.and_then(|top| of(token, top)))
+            }
+            Row::Whole(row) => {
+                let raw = self.logprobs.map(|top| (row.to_vec(), top));
+                selection.write(row);
+                if let Some(constraint) = &self.constraint
+                    && row.iter().all(|&logit| logit == f32::NEG_INFINITY)
+                {
+                    return Some(Err(End::DeadEnd(constraint.nothing_fits())));
+                }
+                let token = forced.unwrap_or_else(|| self.sampler.sample(row));
+                (token, raw.map(|(row, top)| logprobs(&row, token, top)))
+            }
+        };
+        Some(self.accept(token, logprobs, metrics).map(Some))
+    }
+
+    /// Takes note of a drawn token and sends it.
+    fn accept(&mut self, token: u32, logprobs: Option<TokenLogprobs>, metrics: &Metrics) -> Result<u32, End> {
         self.processors.observe(token);
         if let Some(thinking) = &mut self.thinking {
             thinking.observe(token);
@@ -349,7 +449,6 @@ impl Client {
             Some(constraint) => constraint.accept(token).map_err(End::DeadEnd)?,
             None => Progress::Open,
         };
-        let logprobs = raw.map(|(row, top)| logprobs(&row, token, top));
         // A client that went away is found before the next step.
         let _ = self.events.send(Event::Token { id: token, logprobs });
         match progress {
@@ -359,16 +458,17 @@ impl Client {
     }
 
     /// Sends the log-probabilities of the prompt's tokens that these rows are about: the one behind each.
-    fn score_prompt(&mut self, sequence: &Sequence, logits: &[f32], vocab_size: usize) {
-        let top = self.prompt_logprobs.unwrap_or(0);
+    fn score_prompt(&mut self, sequence: &Sequence, rows: &[Row<'_>]) {
+        let Some(top) = self.prompt_logprobs else { return };
         let first = sequence.cached() + 1;
         let prompt = &sequence.tokens()[..sequence.prompt()];
-        let scores: Vec<TokenLogprobs> = logits
-            .chunks_exact(vocab_size)
-            .zip(first..)
-            .filter(|&(_, at)| at >= self.prompt_scored && at < prompt.len())
-            .map(|(row, at)| logprobs(row, prompt[at], top))
-            .collect();
+        let score = |(row, at): (&Row<'_>, usize)| match row {
+            Row::Whole(row) if at >= self.prompt_scored && at < prompt.len() => {
+                Some(logprobs(row, prompt[at], top))
+            }
+            _ => None,
+        };
+        let scores: Vec<TokenLogprobs> = rows.iter().zip(first..).filter_map(score).collect();
         self.prompt_scored += scores.len();
         if !scores.is_empty() {
             // A client that went away is found before the next step.
@@ -381,10 +481,13 @@ impl Client {
 /// with whatever token comes first.
 pub fn not_numbers(logits: &[f32]) -> Option<String> {
     let at = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY)?;
-    Some(format!(
-        "the model's logits are no finite numbers (token {at}: {}), so the checkpoint's weights are damaged: `shardmill verify` it with its source",
-        logits[at]
-    ))
+    Some(not_a_number((u32::try_from(at).unwrap_or(u32::MAX), logits[at])))
+}
+
+fn not_a_number((token, logit): (u32, f32)) -> String {
+    format!(
+        "the model's logits are no finite numbers (token {token}: {logit}), so the checkpoint's weights are damaged: `shardmill verify` it with its source"
+    )
 }
 
 fn finish(

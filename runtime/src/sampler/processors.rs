@@ -1,7 +1,8 @@
 //! What a request does to the logits before a token is drawn: biases, penalties, a least length.
 
 use super::SamplingParams;
-use std::collections::{HashMap, HashSet};
+use kernels::candidates::{Edit, Selection};
+use std::collections::BTreeMap;
 
 /// Changes the logits of one sequence as its parameters say. Does nothing, and remembers nothing, where they say nothing.
 #[derive(Clone, Debug)]
@@ -13,14 +14,17 @@ pub struct Processors {
     min_tokens: usize,
     stop_token_ids: Vec<u32>,
     generated: usize,
-    in_prompt: HashSet<u32>,
-    counts: HashMap<u32, u32>,
+    /// In order, each once.
+    in_prompt: Vec<u32>,
+    counts: BTreeMap<u32, u32>,
 }
 
 impl Processors {
     /// The processors of a new sequence with this prompt and these stop tokens.
     pub fn new(params: &SamplingParams, prompt: &[u32], stop_token_ids: &[u32]) -> Self {
-        let repeats = params.repetition_penalty != 1.0;
+        let mut in_prompt = if params.repetition_penalty != 1.0 { prompt.to_vec() } else { Vec::new() };
+        in_prompt.sort_unstable();
+        in_prompt.dedup();
         Self {
             bias: params.logit_bias.clone(),
             repetition: params.repetition_penalty,
@@ -29,30 +33,31 @@ impl Processors {
             min_tokens: params.min_tokens,
             stop_token_ids: stop_token_ids.to_vec(),
             generated: 0,
-            in_prompt: if repeats { prompt.iter().copied().collect() } else { HashSet::new() },
-            counts: HashMap::new(),
+            in_prompt,
+            counts: BTreeMap::new(),
         }
     }
 
-    /// Changes `logits` `[vocab_size]`. Ids without a logit are passed over.
-    pub fn apply(&self, logits: &mut [f32]) {
-        if self.generated < self.min_tokens {
-            ban(logits, &self.stop_token_ids);
-        }
+    /// Adds what they change to what is asked of the next logits.
+    pub fn ask(&self, selection: &mut Selection) {
+        let repeated = |id: &u32| (*id, Edit { repetition: self.repetition, ..Edit::of(*id) });
+        let mut edits: BTreeMap<u32, Edit> = self.in_prompt.iter().map(repeated).collect();
         for &(id, bias) in &self.bias {
-            change(logits, id, |logit| logit + bias);
+            edit(&mut edits, id).bias += bias;
         }
         if self.repetition != 1.0 {
-            let penalty = self.repetition;
-            let again = self.counts.keys().filter(|id| !self.in_prompt.contains(id));
-            for &id in self.in_prompt.iter().chain(again) {
-                change(logits, id, |logit| if logit > 0.0 { logit / penalty } else { logit * penalty });
+            for &id in self.counts.keys() {
+                edit(&mut edits, id).repetition = self.repetition;
             }
         }
         if self.presence != 0.0 || self.frequency != 0.0 {
             for (&id, &count) in &self.counts {
-                change(logits, id, |logit| logit - self.presence - self.frequency * count as f32);
+                edit(&mut edits, id).minus = self.presence + self.frequency * count as f32;
             }
+        }
+        selection.edits = edits.into_values().collect();
+        if self.generated < self.min_tokens {
+            selection.forbid(&self.stop_token_ids);
         }
     }
 
@@ -65,17 +70,8 @@ impl Processors {
     }
 }
 
-/// Makes tokens impossible.
-pub(crate) fn ban(logits: &mut [f32], ids: &[u32]) {
-    for &id in ids {
-        change(logits, id, |_| f32::NEG_INFINITY);
-    }
-}
-
-fn change(logits: &mut [f32], id: u32, to: impl FnOnce(f32) -> f32) {
-    if let Some(logit) = logits.get_mut(id as usize) {
-        *logit = to(*logit);
-    }
+fn edit(edits: &mut BTreeMap<u32, Edit>, id: u32) -> &mut Edit {
+    edits.entry(id).or_insert_with(|| Edit::of(id))
 }
 
 #[cfg(test)]
@@ -89,8 +85,9 @@ mod tests {
     }
 
     fn after(processors: &Processors, logits: &[f32]) -> Vec<f32> {
-        let mut logits = logits.to_vec();
-        processors.apply(&mut logits);
+        let (mut logits, mut selection) = (logits.to_vec(), Selection::default());
+        processors.ask(&mut selection);
+        selection.write(&mut logits);
         logits
     }
 
