@@ -266,7 +266,8 @@ fn a_rank_that_panics_is_named_to_everybody_and_nobody_waits_for_it() {
         cause(&error);
         for stream in streams {
             let (_, text) = stream.join().unwrap();
-            let last = text.split("\n\n").filter_map(|event| event.strip_prefix("data: ")).last().unwrap();
+            let events = text.split("\n\n").filter_map(|event| event.strip_prefix("data: "));
+            let last = events.filter(|event| *event != "[DONE]").last().unwrap();
             cause(&serde_json::from_str(last).unwrap_or_else(|e| panic!("{e}: {text}")));
         }
     });

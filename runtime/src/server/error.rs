@@ -159,7 +159,10 @@ impl ApiError {
                 retry_after: Some(1),
                 ..Self::new(StatusCode::TOO_MANY_REQUESTS, refusal.to_string())
             },
-            Refusal::Stopped { .. } => Self::new(StatusCode::SERVICE_UNAVAILABLE, refusal.to_string()),
+            Refusal::Stopped { .. } => Self {
+                code: Some("stopped"),
+                ..Self::new(StatusCode::SERVICE_UNAVAILABLE, refusal.to_string())
+            },
         }
     }
 
