@@ -70,25 +70,26 @@ DEV float six_row(const u8 *tile, int r, float unit, float even0, float odd0, fl
     auto scale = [&](int i) { return __uint_as_float(__byte_perm(scales, 0x4b000000u, 0x7440 + i)) - 8388736.0f; };
     return d * ((scale(0) * (unit * even0 - 32.0f * s[0]) + scale(1) * (unit * odd0 - 32.0f * s[1])) + (scale(2) * (unit * even1 - 32.0f * s[2]) + scale(3) * (unit * odd1 - 32.0f * s[3])));
 }
-const float LOW_UNIT = 16777216.0f, HIGH_UNIT = 1048576.0f;  // of nibbles: rows g, rows g + 8
+constexpr float LOW_UNIT = 16777216.0f, HIGH_UNIT = 1048576.0f;  // of nibbles: rows g, rows g + 8
 
-DEV void finish(Q4K *, const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
-    low = k_row(tile + 2048 + g * 16, LOW_UNIT, e[0] + o[0], e[1] + o[1], s, t); high = k_row(tile + 2048 + g * 16 + 128, HIGH_UNIT, e[2] + o[2], e[3] + o[3], s, t);
-}
-DEV void finish(Q5K *, const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
-    low = k_row(tile + 2560 + g * 16, LOW_UNIT, e[0] + o[0], e[1] + o[1], s, t); high = k_row(tile + 2560 + g * 16 + 128, HIGH_UNIT, e[2] + o[2], e[3] + o[3], s, t);
-}
-DEV void finish(Q6K *, const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
-    low = six_row(tile, g, LOW_UNIT, e[0], o[0], e[1], o[1], s, t); high = six_row(tile, g + 8, HIGH_UNIT, e[2], o[2], e[3], o[3], s, t);
-}
-DEV void finish(Q8_0 *, const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
-    low = block_row(tile + 4096 + g * 16, LOW_UNIT, 128.0f, e[0] + o[0], e[1] + o[1], s, t); high = block_row(tile + 4096 + g * 16 + 128, LOW_UNIT, 128.0f, e[2] + o[2], e[3] + o[3], s, t);
-}
-DEV void finish(Q4_0 *, const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
-    low = block_row(tile + 2048 + g * 16, LOW_UNIT, 8.0f, e[0] + o[0], e[1] + o[1], s, t); high = block_row(tile + 2048 + g * 16 + 128, HIGH_UNIT, 8.0f, e[2] + o[2], e[3] + o[3], s, t);
-}
-DEV void finish(Q5_0 *, const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
-    low = block_row(tile + 2560 + g * 16, LOW_UNIT, 16.0f, e[0] + o[0], e[1] + o[1], s, t); high = block_row(tile + 2560 + g * 16 + 128, HIGH_UNIT, 16.0f, e[2] + o[2], e[3] + o[3], s, t);
+// What blocks of 32 subtract from a quant, and the unit of their rows g + 8.
+template <class T> struct Offset { static constexpr float OF = 128.0f, HIGH = LOW_UNIT; };
+template <> struct Offset<Q4_0> { static constexpr float OF = 8.0f, HIGH = HIGH_UNIT; };
+template <> struct Offset<Q5_0> { static constexpr float OF = 16.0f, HIGH = HIGH_UNIT; };
+template <class T, class U> constexpr bool SAME = false;
+template <class T> constexpr bool SAME<T, T> = true;
+
+// A lane's part of rows g and g + 8, of the sums of even and of odd steps.
+template <class T>
+DEV void finish(const u8 *tile, const float e[4], const float o[4], const float s[4], int g, int t, float &low, float &high) {
+    const u8 *row = tile + T::BYTES - 256 + g * 16;
+    if constexpr (SAME<T, Q6K>) {
+        low = six_row(tile, g, LOW_UNIT, e[0], o[0], e[1], o[1], s, t); high = six_row(tile, g + 8, HIGH_UNIT, e[2], o[2], e[3], o[3], s, t);
+    } else if constexpr (SAME<T, Q4K> || SAME<T, Q5K>) {
+        low = k_row(row, LOW_UNIT, e[0] + o[0], e[1] + o[1], s, t); high = k_row(row + 128, HIGH_UNIT, e[2] + o[2], e[3] + o[3], s, t);
+    } else {
+        low = block_row(row, LOW_UNIT, Offset<T>::OF, e[0] + o[0], e[1] + o[1], s, t); high = block_row(row + 128, Offset<T>::HIGH, Offset<T>::OF, e[2] + o[2], e[3] + o[3], s, t);
+    }
 }
 
 // Lanes of group j keep f16 pairs, others get zeros: on the pipe that has less to do than the one of integers.
@@ -116,7 +117,7 @@ __device__ __noinline__ float2 one_tile(u32 address, uint4 x, float s0, float s1
     }
     const float sums[4] = {s0, s1, s2, s3};
     float low, high;
-    finish((T *)0, tile, even, odd, sums, g, t, low, high);
+    finish<T>(tile, even, odd, sums, g, t, low, high);
     return make_float2(low, high);
 }
 // Sixteen rows of a tile times the warp's share.
