@@ -4,8 +4,8 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Form, Unit};
-use super::driver::{Cost, Kernel, Launch, Module, Start, Stream};
+use super::compile::{Form, Unit, architecture};
+use super::driver::{Cost, Device, Kernel, Launch, Module, Start, Stream};
 use super::kernels::{early, grid, int, launch};
 use super::{Buffer, CudaError, Slice, Weight};
 use crate::shape::MoeShape;
@@ -19,8 +19,10 @@ pub(super) const MANY: usize = 17;
 const TILE: usize = 128;
 const COLUMNS: usize = 64;
 const THREADS: usize = 256;
-/// As in gemm.cu: blocks that a multiprocessor works on at the same time, where it has the memory.
-const RESIDENT: usize = 2;
+/// As in gemm.cu: blocks that a multiprocessor works on at the same time.
+fn resident(device: &Device) -> usize {
+    if device.capability() >= (12, 0) { 1 } else { 2 }
+}
 
 /// Activations as f16, `stride` apart, with a factor for each row.
 #[derive(Debug)]
@@ -97,8 +99,8 @@ impl Gemm {
         /// Fewer tiles than this are not worth a part.
         const LEAST: usize = 8;
         let blocks = (w.rows.div_ceil(TILE) * tokens.div_ceil(TILE)).max(1);
-        let room =
-            (RESIDENT * stream.device().multiprocessors() / blocks).min(w.cols.div_ceil(COLUMNS) / LEAST);
+        let room = (resident(stream.device()) * stream.device().multiprocessors() / blocks)
+            .min(w.cols.div_ceil(COLUMNS) / LEAST);
         let tiles = w.cols.div_ceil(COLUMNS);
         tiles.div_ceil(tiles.div_ceil(room.max(1)).max(1)).max(1)
     }
