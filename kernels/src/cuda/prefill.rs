@@ -4,7 +4,7 @@
     reason = "launching a kernel is unsafe: nobody can check what it does with its pointers"
 )]
 
-use super::compile::{Form, Unit, architecture};
+use super::compile::{Form, Unit};
 use super::driver::{Cost, Device, Kernel, Launch, Module, Start, Stream};
 use super::kernels::{early, grid, int, launch};
 use super::{Buffer, CudaError, Slice, Weight};
