@@ -4,7 +4,7 @@
 //! their order; what a link adds is an exact integer times the factors. It is the same however integers are summed, so a few
 //! activation rows and many take different ways to the same bits:
 //! - few: blocks of a weight row are taken apart and meet the activations with columns in the lanes, where an instruction set has
-//!   no way of its own (`isa/x86/vnni.rs`);
+//!   no way of its own (`isa/x86/avx2.rs`, `isa/x86/vnni.rs`);
 //! - many: blocks of [`TILE`] weight rows are taken apart and transposed, and each activation, in all lanes, meets as many rows.
 
 use super::isa::{Integer, Kernel, Left, MAX_LANES, Proven, Vector};

@@ -17,7 +17,7 @@
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::vnni::Left;
+pub(super) use x86::Left;
 
 use super::integers::Meeting;
 use formats::Dtype;
@@ -32,7 +32,7 @@ pub(super) struct Left;
 pub enum Isa {
     /// What every processor of the target has.
     Portable,
-    /// AVX2 and FMA.
+    /// AVX2, FMA and F16C, which came together.
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
@@ -49,7 +49,11 @@ impl Isa {
         match self {
             Self::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 Self::Avx2.is_available()
@@ -242,10 +246,8 @@ impl Proven {
         out: &mut [f32],
     ) -> Option<Meeting<'a>> {
         #[cfg(target_arch = "x86_64")]
-        if self.0 == Isa::Avx512Vnni
-            && let Some(few) = x86::vnni::of(dtype)
-        {
-            // SAFETY: a `Proven(Avx512Vnni)` exists only after `is_available` detected every feature of `avx512_vnni`.
+        if let Some(few) = x86::in_registers(self.0, dtype) {
+            // SAFETY: a `Proven` exists only after `is_available` detected every feature of its instruction set.
             unsafe { few(meeting, out) };
             return None;
         }

@@ -1,9 +1,30 @@
 //! Registers of x86-64, and the functions that are compiled for them.
 
-pub(in crate::cpu) mod vnni;
+mod avx2;
+mod bits;
+mod vnni;
 
-use super::{Integer, Kernel, Lane, Vector};
+use super::{Integer, Isa, Kernel, Lane, Vector};
+use crate::cpu::integers::Meeting;
+use formats::Dtype;
 use std::arch::x86_64::*;
+
+/// What the ways of [`in_registers`] work with.
+#[derive(Debug, Default)]
+pub(in crate::cpu) struct Left {
+    avx2: avx2::Left,
+    vnni: vnni::Left,
+}
+
+/// An instruction set's own way to the products of a few activation rows with weights of a type, where it has one. To call it needs
+/// the instruction set.
+pub(super) fn in_registers(isa: Isa, dtype: Dtype) -> Option<unsafe fn(Meeting<'_>, &mut [f32])> {
+    match isa {
+        Isa::Portable => None,
+        Isa::Avx2 | Isa::Avx512 => avx2::of(dtype),
+        Isa::Avx512Vnni => vnni::of(dtype),
+    }
+}
 
 #[target_feature(enable = "avx2,fma")]
 pub(super) fn avx2<K: Kernel>(kernel: K, out: &mut [f32]) {

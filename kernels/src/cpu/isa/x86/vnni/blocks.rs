@@ -1,5 +1,8 @@
 //! Blocks in registers: quants as 64 columns each, scales beside them.
 
+use crate::cpu::isa::x86::bits::{
+    both, half, long, scales_of_iq4_xs, scales_of_q3_k, six_bits, sixteen, thirty_two, word,
+};
 use formats::quant::{IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, Q4_0, Q4_K, Q5_0, Q5_K, Q6_K, Q8_0};
 use formats::quant::{SmallBlock, SuperBlock};
 use std::arch::x86_64::*;
@@ -35,7 +38,7 @@ pub(super) trait Pair: SmallBlock {
     /// The factor as the block has it: its first two bytes unless the type says otherwise.
     #[inline(always)]
     fn factor(bytes: &[u8]) -> u32 {
-        half(bytes, 0)
+        u32::from(half(bytes, 0))
     }
 
     /// The numbers that such factors are: f16 unless the type says otherwise.
@@ -134,7 +137,7 @@ impl Super for Q6_K {
 
     #[inline(always)]
     fn factors(bytes: &[u8]) -> u32 {
-        half(bytes, 208)
+        u32::from(half(bytes, 208))
     }
 }
 
@@ -155,18 +158,13 @@ impl Super for Q3_K {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     #[inline]
     unsafe fn scales(bytes: &[u8]) -> [__m512i; 4] {
-        let (low, high) = (long(bytes, 96), u64::from(word(bytes, 104)));
-        // Pairs of bits: the first of each byte of `high` are scales 0 to 3, the next 4 to 7 and so on.
-        let pairs = |from: u32| (high >> from & 0x0303_0303 | (high >> (from + 2) & 0x0303_0303) << 32) << 4;
-        let first = low & 0x0f0f_0f0f_0f0f_0f0f | pairs(0);
-        let second = low >> 4 & 0x0f0f_0f0f_0f0f_0f0f | pairs(4);
-        let scales = _mm_set_epi64x(second.cast_signed(), first.cast_signed());
-        spread_16(_mm512_cvtepi8_epi32(_mm_sub_epi8(scales, _mm_set1_epi8(32))))
+        let [low, high] = scales_of_q3_k(bytes);
+        spread_16(_mm512_cvtepi8_epi32(both(low, high)))
     }
 
     #[inline(always)]
     fn factors(bytes: &[u8]) -> u32 {
-        half(bytes, 108)
+        u32::from(half(bytes, 108))
     }
 }
 
@@ -213,16 +211,7 @@ impl Super for IQ4_XS {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     #[inline]
     unsafe fn scales(bytes: &[u8]) -> [__m512i; 4] {
-        let (high, low) = (u64::from(half(bytes, 2)), u64::from(word(bytes, 4)));
-        // A field of each byte, one by one: halves of what is left move apart.
-        let low = (low | low << 16) & 0x0000_ffff_0000_ffff;
-        let low = (low | low << 8) & 0x00ff_00ff_00ff_00ff;
-        let low = (low | low << 4) & 0x0f0f_0f0f_0f0f_0f0f;
-        let high = (high | high << 24) & 0x0000_00ff_0000_00ff;
-        let high = (high | high << 12) & 0x000f_000f_000f_000f;
-        let high = (high | high << 6) & 0x0303_0303_0303_0303;
-        let scales = _mm_sub_epi8(_mm_set_epi64x(0, (low | high << 4).cast_signed()), _mm_set1_epi8(32));
-        let scales = _mm512_cvtepi8_epi32(scales);
+        let scales = _mm512_cvtepi8_epi32(both(scales_of_iq4_xs(bytes), 0));
         let mut spread = [_mm512_setzero_si512(); 4];
         for (part, spread) in spread.iter_mut().enumerate() {
             let part = 2 * part as i32;
@@ -233,7 +222,7 @@ impl Super for IQ4_XS {
 
     #[inline(always)]
     fn factors(bytes: &[u8]) -> u32 {
-        half(bytes, 0)
+        u32::from(half(bytes, 0))
     }
 }
 
@@ -293,17 +282,6 @@ impl Pair for MXFP4 {
         let small = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));
         _mm512_castsi512_ps(_mm512_mask_blend_epi32(small, normal, subnormal))
     }
-}
-
-/// Eight scales, then eight minima of Q4_K and Q5_K, a byte each.
-#[inline(always)]
-fn six_bits(bytes: &[u8]) -> [u64; 2] {
-    const SIX: u32 = 0x3f3f_3f3f;
-    const FOUR: u32 = 0x0f0f_0f0f;
-    const UPPER: u32 = 0x3030_3030;
-    let [s, m, n] = [word(bytes, 4), word(bytes, 8), word(bytes, 12)];
-    let join = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-    [join(s & SIX, n & FOUR | s >> 2 & UPPER), join(m & SIX, n >> 4 & FOUR | m >> 2 & UPPER)]
 }
 
 /// The lower nibbles in the lower half, the upper ones in the upper half.
@@ -391,35 +369,4 @@ fn whole(bytes: &[u8], at: usize) -> __m512i {
     let bytes: &[u8; 64] = bytes[at..].first_chunk().expect("64 bytes of a block");
     // SAFETY: the reference covers them, at any alignment.
     unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
-}
-
-#[target_feature(enable = "avx")]
-#[inline]
-fn thirty_two(bytes: &[u8], at: usize) -> __m256i {
-    let bytes: &[u8; 32] = bytes[at..].first_chunk().expect("32 bytes of a block");
-    // SAFETY: the reference covers them, at any alignment.
-    unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
-}
-
-#[target_feature(enable = "sse2")]
-#[inline]
-fn sixteen(bytes: &[u8], at: usize) -> __m128i {
-    let bytes: &[u8; 16] = bytes[at..].first_chunk().expect("16 bytes of a block");
-    // SAFETY: the reference covers them, at any alignment.
-    unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
-}
-
-#[inline(always)]
-fn long(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(*bytes[at..].first_chunk().expect("8 bytes of a block"))
-}
-
-#[inline(always)]
-fn word(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(*bytes[at..].first_chunk().expect("4 bytes of a block"))
-}
-
-#[inline(always)]
-fn half(bytes: &[u8], at: usize) -> u32 {
-    u32::from(u16::from_le_bytes(*bytes[at..].first_chunk().expect("2 bytes of a block")))
 }
