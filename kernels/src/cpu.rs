@@ -18,6 +18,7 @@ mod rotary;
 mod rounded;
 mod router;
 mod rows;
+mod upper;
 mod weight;
 mod workers;
 

@@ -9,6 +9,7 @@ use super::dots::{Dots, Sums};
 use super::elementwise::{Merge, Softmax, SoftmaxState};
 use super::isa::Proven;
 use super::rows::Rows;
+use super::upper::{BlendUpper, DotsUpper};
 use super::weight::Weight;
 use super::workers::{Scratch, Workers, grown};
 use crate::shape::MlaShape;
@@ -21,6 +22,10 @@ const TILE: usize = 4;
 const PART: usize = 2 * BLOCK_TOKENS;
 /// From this many parts on further rows wait.
 const MOST_PARTS: usize = 64;
+/// Tasks that all threads end at about the same time with.
+const ENOUGH_TASKS: usize = 8;
+/// Heads that read the latent cache together at least.
+const LEAST_HEADS: usize = 4;
 /// Rows of `kv_b` decoded at a time.
 const WEIGHT_ROWS: usize = 16;
 
@@ -47,7 +52,7 @@ pub(super) struct Buffers {
     queries: Vec<f32>,
     /// Row and positions of each part of a context.
     parts: Vec<(usize, Range<usize>)>,
-    /// For each of them `[heads, kv_lora]` and `[heads, 2]`: what [`Attention::attend`] leaves.
+    /// For each of them and each group of heads `[heads, kv_lora]` and `[heads, 2]`: what [`Attention::attend`] leaves.
     parted: Vec<f32>,
     /// `[rows, heads, kv_lora]`: attended latents.
     latents: Vec<f32>,
@@ -105,21 +110,29 @@ impl Attention<'_> {
                 parts.extend((0..seen).step_by(PART).map(|start| (end, start..seen.min(start + PART))));
                 end += 1;
             }
-            let len = shape.heads * (latent + 2);
+            // A short context is shared by groups of heads.
+            let divides = |groups: &usize| shape.heads.is_multiple_of(*groups);
+            let most = (shape.heads / LEAST_HEADS).max(1);
+            let groups = (1..=most).filter(divides).find(|groups| parts.len() * groups >= ENOUGH_TASKS);
+            let groups = groups.or_else(|| (1..=most).rev().find(divides)).unwrap_or(1);
+            let heads = shape.heads / groups;
+            let len = heads * (latent + 2);
             let work = parts.len() * PART * shape.heads * width * 2;
-            let parted = grown(parted, parts.len() * len);
+            let parted = grown(parted, parts.len() * groups * len);
             workers.chunks(parted, len, work, |i, out, scratch| {
-                let (row, positions) = parts[i].clone();
-                let queries = Rows::new(&queries[row * width..], n * width);
-                self.attend(isa, queries, &self.step.span(rows[row].1), positions, out, scratch);
+                let (row, positions) = parts[i / groups].clone();
+                let first_head = i % groups * heads;
+                let queries = Rows::new(&queries[(first_head * n + row) * width..], n * width);
+                self.attend(isa, (queries, heads), &self.step.span(rows[row].1), positions, out, scratch);
             });
             let out = &mut latents[first * shape.heads * latent..end * shape.heads * latent];
             workers.chunks(out, latent, parts.len() * shape.heads * latent, |i, out, _| {
                 let (row, head) = (first + i / shape.heads, i % shape.heads);
                 let own =
                     parts.partition_point(|part| part.0 < row)..parts.partition_point(|part| part.0 <= row);
-                let parts = &parted[own.start * len..own.end * len];
-                isa.run(Merge { parts, len, heads: shape.heads, head }, out);
+                let parts = &parted[own.start * groups * len..own.end * groups * len];
+                let parts = &parts[head / heads * len..];
+                isa.run(Merge { parts, len, stride: groups * len, heads, head: head % heads }, out);
             });
             first = end;
         }
@@ -131,19 +144,19 @@ impl Attention<'_> {
         });
     }
 
-    /// What all heads of a row see in some positions of its span, the first of which begins a block: `out` is `[heads, kv_lora]`
+    /// What some heads of a row see in some positions of its span, the first of which begins a block: `out` is `[heads, kv_lora]`
     /// before the division by the softmax's total, then each head's maximum and total.
     fn attend(
         &self,
         isa: Proven,
-        queries: Rows<'_>,
+        (queries, heads): (Rows<'_>, usize),
         span: &Span<'_>,
         positions: Range<usize>,
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
         let Self { shape, cache, .. } = *self;
-        let (heads, width, latent) = (shape.heads, shape.cache_width(), shape.kv_lora);
+        let (width, latent) = (shape.cache_width(), shape.kv_lora);
         let (out, states) = out.split_at_mut(heads * latent);
         let softmax = grown(&mut scratch.softmax, heads);
         softmax.fill(SoftmaxState::default());
@@ -175,10 +188,16 @@ impl Attention<'_> {
         let start = head * (shape.nope + shape.rope);
         let queries = Rows::new(self.q, shape.q_width()).listed(rows);
         out.fill(0.0);
-        for first in (0..shape.nope).step_by(WEIGHT_ROWS) {
+        let first_row = head * (shape.nope + shape.v);
+        let alone = self.kv_b.upper(first_row..first_row + shape.nope).filter(|_| rows.len() == 1);
+        if let Some(weights) = alone {
+            let query = &queries.from(0, start).row(0, shape.nope);
+            isa.run(BlendUpper { weights: query, rows: weights, width: latent }, out);
+        }
+        for first in (0..shape.nope).step_by(WEIGHT_ROWS).filter(|_| alone.is_none()) {
             let len = WEIGHT_ROWS.min(shape.nope - first);
             let decoded = grown(&mut scratch.weights, len * latent);
-            self.decode(isa, head * (shape.nope + shape.v) + first, decoded);
+            self.decode(isa, first_row + first, decoded);
             let weights = queries.from(0, start + first);
             let decoded = Rows::new(decoded, latent);
             isa.run(Blend { weights, rows: decoded, len, width: latent, stride, sums: rows.len() }, out);
@@ -201,6 +220,11 @@ impl Attention<'_> {
     ) {
         let shape = self.shape;
         let first_row = head * (shape.nope + shape.v) + shape.nope;
+        if n == 1
+            && let Some(rows) = self.kv_b.upper(first_row..first_row + shape.v)
+        {
+            return isa.run(DotsUpper { rows, x: latents.row(0, shape.kv_lora) }, &mut out[..shape.v]);
+        }
         for first in (0..shape.v).step_by(WEIGHT_ROWS) {
             let len = WEIGHT_ROWS.min(shape.v - first);
             let decoded = grown(&mut scratch.weights, len * shape.kv_lora);

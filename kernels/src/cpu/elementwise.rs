@@ -121,6 +121,8 @@ pub(super) struct Merge<'a> {
     /// [`SoftmaxState::parts`].
     pub parts: &'a [f32],
     pub len: usize,
+    /// From where one begins to where the next one does.
+    pub stride: usize,
     pub heads: usize,
     pub head: usize,
 }
@@ -130,7 +132,7 @@ impl Kernel for Merge<'_> {
     fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
         let width = out.len();
         let state = |part: &[f32]| part[self.heads * width..].as_chunks::<2>().0[self.head];
-        let parts = || self.parts.chunks_exact(self.len);
+        let parts = || self.parts.chunks(self.stride).map(|part| &part[..self.len]);
         let largest = parts().fold(f32::NEG_INFINITY, |largest, part| max(largest, state(part)[0]));
         out.fill(0.0);
         let mut all = 0.0;

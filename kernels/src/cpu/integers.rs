@@ -27,6 +27,8 @@ const SMALL_BLOCKS: usize = SUPER_BLOCK / SMALL_BLOCK;
 pub(super) struct Meeting<'a> {
     /// Rows of whole blocks, at most [`TILE`].
     pub w: &'a [u8],
+    /// Rows that are likely to be read after these.
+    pub next: &'a [u8],
     /// Of one row.
     pub row_bytes: usize,
     pub cols: usize,
@@ -226,7 +228,7 @@ impl<B: SuperBlock> Super<'_, B> {
 
     #[inline(always)]
     fn many<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
-        let Meeting { w, row_bytes, cols, x, x_rows, scratch } = self.meeting;
+        let Meeting { w, row_bytes, cols, x, x_rows, scratch, .. } = self.meeting;
         for block in 0..cols / SUPER_BLOCK {
             for (row, bytes) in w.chunks_exact(row_bytes).enumerate() {
                 Self::take_apart::<V, L>(scratch, &bytes[block * B::BYTES..][..B::BYTES], row);
@@ -386,7 +388,7 @@ impl<B: SmallBlock> Small<'_, B> {
 
     #[inline(always)]
     fn many<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
-        let Meeting { w, row_bytes, cols, x, x_rows, scratch } = self.meeting;
+        let Meeting { w, row_bytes, cols, x, x_rows, scratch, .. } = self.meeting;
         let run_bytes = SMALL_BLOCKS * B::BYTES;
         for run in 0..cols.div_ceil(SUPER_BLOCK) {
             let bytes = run * run_bytes..row_bytes.min((run + 1) * run_bytes);

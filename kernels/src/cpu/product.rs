@@ -135,11 +135,16 @@ impl Product<'_> {
     fn tile(&self, isa: Proven, first_row: usize, out: &mut [f32], scratch: &mut Scratch) {
         let rows = out.len() / self.out_rows;
         out.fill(0.0);
-        for job in self.jobs {
+        for (i, job) in self.jobs.iter().enumerate() {
             let row = job.expert * self.w.rows + first_row;
+            let after = match self.jobs.get(i + 1) {
+                Some(job) => job.expert * self.w.rows + first_row..(job.expert + 1) * self.w.rows,
+                None => self.jobs[0].expert * self.w.rows + first_row + rows..(self.jobs[0].expert + 1) * self.w.rows,
+            };
+            let after = after.start..after.end.min(after.start + TILE);
             for start in (job.start..job.start + job.len).step_by(BATCH) {
                 let items = start..(start + BATCH).min(job.start + job.len);
-                let piece = Piece { rows: row..row + rows, items: items.clone() };
+                let piece = Piece { rows: row..row + rows, items: items.clone(), after: after.clone() };
                 let (sums, width) = match self.x {
                     Input::Exact(x) => (self.sums(isa, x, &piece, scratch), rows),
                     Input::Rounded(x) => (self.integer_sums(isa, x, &piece, scratch), TILE),
@@ -176,7 +181,10 @@ impl Product<'_> {
             for (i, segment) in self.w.segments(run.clone()).enumerate() {
                 let Segment { bytes: w, row_bytes, cols, first_block } = segment;
                 let x = x.after_blocks(first_block);
-                let meeting = Meeting { w, row_bytes, cols, x, x_rows: piece.items.len(), scratch: blocks };
+                let x_rows = piece.items.len();
+                let after = self.w.segments_after(&piece.after).nth(i);
+                let after = after.map_or(&[][..], |segment| segment.bytes);
+                let meeting = Meeting { w, next: after, row_bytes, cols, x, x_rows, scratch: blocks };
                 if i == 0 && run == piece.rows {
                     meet.run(isa, meeting, sums);
                     continue;
@@ -251,6 +259,8 @@ struct Piece {
     rows: Range<usize>,
     /// At most [`BATCH`].
     items: Range<usize>,
+    /// Rows that are likely to be next.
+    after: Range<usize>,
 }
 
 impl Piece {

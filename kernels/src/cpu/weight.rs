@@ -138,6 +138,16 @@ impl Weight {
         (self.decode.0)(isa, bytes, out);
     }
 
+    /// The bytes of some rows of BF16 that lie together and are multiplied by nothing besides.
+    pub(super) fn upper(&self, rows: Range<usize>) -> Option<&[u8]> {
+        let plain = self.dtype == Dtype::BF16 && self.scales.is_empty() && self.run(rows.clone()) == rows;
+        if !plain {
+            return None;
+        }
+        let mut segments = self.segments(rows);
+        segments.next().map(|segment| segment.bytes).filter(|_| segments.next().is_none())
+    }
+
     /// What the blocks of row `row` are multiplied by besides, counted through the stack.
     pub(super) fn scale(&self, row: usize) -> Option<f32> {
         (!self.scales.is_empty()).then(|| self.scales[row / self.rows])
@@ -170,6 +180,12 @@ impl Weight {
             let bytes = part.rows(first..first + rows.len());
             Segment { bytes, row_bytes: part.row_bytes, cols, first_block }
         })
+    }
+
+    /// The same of the first of some rows that lie together; none of none.
+    pub(super) fn segments_after(&self, rows: &Range<usize>) -> impl Iterator<Item = Segment<'_>> {
+        let run = (!rows.is_empty()).then(|| self.run(rows.clone()));
+        run.into_iter().flat_map(|run| self.segments(run))
     }
 
     /// Bytes of a row.

@@ -1,5 +1,6 @@
 //! Registers of x86-64, and the functions that are compiled for them.
 
+mod ahead;
 mod avx2;
 mod bits;
 mod vnni;

@@ -48,7 +48,7 @@ fn less_32(bytes: u64) -> u64 {
 /// Eight bytes, then eight.
 #[target_feature(enable = "sse2")]
 #[inline]
-pub(super) fn both(low: u64, high: u64) -> __m128i {
+pub(super) fn both([low, high]: [u64; 2]) -> __m128i {
     _mm_set_epi64x(high.cast_signed(), low.cast_signed())
 }
 

@@ -67,7 +67,7 @@ pub(in crate::cpu) fn of(dtype: Dtype) -> Option<unsafe fn(Meeting<'_>, &mut [f3
 
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
-    let Meeting { w, row_bytes, cols, x, x_rows, scratch } = meeting;
+    let Meeting { w, row_bytes, cols, x, x_rows, scratch, .. } = meeting;
     let left = &mut scratch.left.vnni;
     for t in 0..x_rows {
         let mut chain = _mm512_setzero_ps();
@@ -136,7 +136,7 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
 
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn pairs<B: Pair>(meeting: Meeting<'_>, out: &mut [f32]) {
-    let Meeting { w, row_bytes, cols, x, x_rows, scratch } = meeting;
+    let Meeting { w, row_bytes, cols, x, x_rows, scratch, .. } = meeting;
     let left = &mut scratch.left.vnni;
     let pairs = (cols / SMALL_BLOCK).div_ceil(2);
     for t in 0..x_rows {

@@ -1,6 +1,6 @@
 //! Blocks in registers: quants as 32 columns each, scales beside them as bytes.
 
-use super::{LANES, TILE};
+use super::LANES;
 use crate::cpu::isa::x86::bits::{
     half, long, scales_of_iq4_xs, scales_of_q3_k, six_bits, sixteen, thirty_two, word,
 };
@@ -42,14 +42,14 @@ pub(super) trait Small: SmallBlock {
         half(bytes, 0)
     }
 
-    /// The numbers that the factors of eight rows from `first` on are: f16 unless the type says otherwise.
+    /// The numbers that the factors of eight rows are: f16 unless the type says otherwise.
     ///
     /// # Safety
     /// The processor has AVX2 and F16C.
     #[target_feature(enable = "avx2,f16c")]
     #[inline]
-    unsafe fn factors(rows: &[u16; TILE], first: usize) -> __m256 {
-        super::halves(rows, first)
+    unsafe fn factors(rows: &[u16; LANES]) -> __m256 {
+        super::halves(rows)
     }
 }
 
@@ -235,9 +235,8 @@ impl Small for MXFP4 {
     /// 2^(e - 128), of which the two smallest are subnormal.
     #[target_feature(enable = "avx2")]
     #[inline]
-    unsafe fn factors(rows: &[u16; TILE], first: usize) -> __m256 {
-        const { assert!(LANES == 8) };
-        let e = _mm256_cvtepu16_epi32(super::eight(rows, first));
+    unsafe fn factors(rows: &[u16; LANES]) -> __m256 {
+        let e = _mm256_cvtepu16_epi32(super::eight(rows));
         let normal = _mm256_slli_epi32::<23>(_mm256_sub_epi32(e, _mm256_set1_epi32(1)));
         let subnormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), e);
         let small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);

@@ -158,8 +158,7 @@ impl Super for Q3_K {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     #[inline]
     unsafe fn scales(bytes: &[u8]) -> [__m512i; 4] {
-        let [low, high] = scales_of_q3_k(bytes);
-        spread_16(_mm512_cvtepi8_epi32(both(low, high)))
+        spread_16(_mm512_cvtepi8_epi32(both(scales_of_q3_k(bytes))))
     }
 
     #[inline(always)]
@@ -211,7 +210,7 @@ impl Super for IQ4_XS {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     #[inline]
     unsafe fn scales(bytes: &[u8]) -> [__m512i; 4] {
-        let scales = _mm512_cvtepi8_epi32(both(scales_of_iq4_xs(bytes), 0));
+        let scales = _mm512_cvtepi8_epi32(both([scales_of_iq4_xs(bytes), 0]));
         let mut spread = [_mm512_setzero_si512(); 4];
         for (part, spread) in spread.iter_mut().enumerate() {
             let part = 2 * part as i32;
