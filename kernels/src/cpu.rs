@@ -28,12 +28,12 @@ pub use weight::Weight;
 use crate::backend::{StepLimits, StepRows};
 use crate::shape::{MlaShape, MoeShape};
 use crate::step::Step;
-use crate::{Backend, Error, ExpertWeights, HostBuffer};
+use crate::{Backend, Error, ExpertWeights, HostBuffer, MlpWeights};
 use attention::Attention;
 use elementwise::{RmsNorm, SwiGlu};
 use formats::TensorView;
 use isa::Proven;
-use product::{Input, Job, Product};
+use product::{BATCH, Input, Job, Onto, Product};
 use rounded::Activations;
 use rows::Order;
 use std::ops::Range;
@@ -108,6 +108,35 @@ impl Cpu {
     }
 }
 
+impl Cpu {
+    /// `out` `[rows, w.rows]`
+    fn product(&mut self, w: &Weight, x: &[f32], rows: usize, out: &mut [f32]) {
+        let Self { isa, workers, tiles, activations, .. } = self;
+        let x = Input::new(*isa, workers, w, x, rows, activations);
+        product(w, x, rows, &[all(rows)]).rows(*isa, workers, tiles, out);
+    }
+
+    /// The same of two weights.
+    fn product_pair(&mut self, w: [&Weight; 2], x: &[f32], rows: usize, [first, second]: [&mut [f32]; 2]) {
+        self.product(w[0], x, rows, first);
+        if w[1].rounding() != w[0].rounding() {
+            return self.product(w[1], x, rows, second);
+        }
+        let Self { isa, workers, tiles, activations, .. } = self;
+        let x = Input::again(w[1], x, activations);
+        product(w[1], x, rows, &[all(rows)]).rows(*isa, workers, tiles, second);
+    }
+
+    /// `gate = silu(gate) * up`, rows of `width`.
+    fn gated(&mut self, gate: &mut [f32], up: &[f32], width: usize) {
+        // An exponential is worth about eight multiply-adds.
+        let (isa, work) = (self.isa, gate.len() * 8);
+        self.workers.chunks(gate, width.max(1), work, |t, gate, _| {
+            isa.run(SwiGlu { up: &up[t * width..][..width] }, gate);
+        });
+    }
+}
+
 impl Backend for Cpu {
     type Weight = Weight;
     type Buffer = HostBuffer;
@@ -153,35 +182,45 @@ impl Backend for Cpu {
     }
 
     fn matmul(&mut self, w: &Weight, x: &HostBuffer, rows: usize, out: &mut HostBuffer) {
-        let Self { isa, workers, tiles, activations, .. } = self;
-        let x = Input::new(*isa, workers, w, &x.values()[..rows * w.cols], rows, activations);
-        product(w, x, rows, &[all(rows)]).rows(*isa, workers, tiles, &mut out.values_mut()[..rows * w.rows]);
+        for rows in pieces(rows) {
+            let x = &x.values()[rows.start * w.cols..rows.end * w.cols];
+            self.product(w, x, rows.len(), &mut out.values_mut()[rows.start * w.rows..rows.end * w.rows]);
+        }
     }
 
-    fn matmul_pair(
+    fn matmul_pair(&mut self, w: [&Weight; 2], x: &HostBuffer, rows: usize, out: [&mut HostBuffer; 2]) {
+        let [first, second] = out.map(HostBuffer::values_mut);
+        for rows in pieces(rows) {
+            let x = &x.values()[rows.start * w[0].cols..rows.end * w[0].cols];
+            let first = &mut first[rows.start * w[0].rows..rows.end * w[0].rows];
+            let second = &mut second[rows.start * w[1].rows..rows.end * w[1].rows];
+            self.product_pair(w, x, rows.len(), [first, second]);
+        }
+    }
+
+    fn mlp(
         &mut self,
-        w: [&Weight; 2],
+        mlp: &MlpWeights<Weight>,
         x: &HostBuffer,
         rows: usize,
-        [first, second]: [&mut HostBuffer; 2],
+        scratch: [&mut HostBuffer; 2],
+        out: &mut HostBuffer,
     ) {
-        self.matmul(w[0], x, rows, first);
-        if w[1].rounding() != w[0].rounding() {
-            return self.matmul(w[1], x, rows, second);
+        let [gate, up] = scratch.map(HostBuffer::values_mut);
+        let (hidden, width) = (mlp.down_proj.rows, mlp.width);
+        for rows in pieces(rows) {
+            let x = &x.values()[rows.start * hidden..rows.end * hidden];
+            let (gate, up) = (&mut gate[..rows.len() * width], &mut up[..rows.len() * width]);
+            self.product_pair([&mlp.gate_proj, &mlp.up_proj], x, rows.len(), [gate, up]);
+            self.gated(gate, up, width);
+            let out = &mut out.values_mut()[rows.start * hidden..rows.end * hidden];
+            self.product(&mlp.down_proj, gate, rows.len(), out);
         }
-        let Self { isa, workers, tiles, activations, .. } = self;
-        let x = Input::again(w[1], &x.values()[..rows * w[1].cols], activations);
-        let out = &mut second.values_mut()[..rows * w[1].rows];
-        product(w[1], x, rows, &[all(rows)]).rows(*isa, workers, tiles, out);
     }
 
     fn swiglu(&mut self, gate: &mut HostBuffer, up: &HostBuffer, rows: usize, width: usize) {
-        let (isa, len) = (self.isa, rows * width);
-        let up = &up.values()[..len];
-        // An exponential is worth about eight multiply-adds.
-        self.workers.chunks(&mut gate.values_mut()[..len], width, len * 8, |t, gate, _| {
-            isa.run(SwiGlu { up: &up[t * width..][..width] }, gate);
-        });
+        let len = rows * width;
+        self.gated(&mut gate.values_mut()[..len], &up.values()[..len], width);
     }
 
     fn mla_store(
@@ -253,7 +292,13 @@ impl Backend for Cpu {
 
 /// The product of one matrix with `rows` rows, which are `jobs`.
 fn product<'a>(w: &'a Weight, x: Input<'a>, rows: usize, jobs: &'a [Job; 1]) -> Product<'a> {
-    Product { w, x, jobs, out_rows: rows, outputs: Order::Same, factors: None }
+    Product { w, x, jobs, out_rows: rows, outputs: Order::Same, factors: None, onto: Onto::Zeros }
+}
+
+/// Rows that are worked on one after the other: what lies between the products of a prompt stays small, and each weight is decoded
+/// as often as without.
+fn pieces(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(BATCH).map(move |start| start..rows.min(start + BATCH))
 }
 
 /// All rows meet the only matrix.

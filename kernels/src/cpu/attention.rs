@@ -26,6 +26,8 @@ const MOST_PARTS: usize = 64;
 const ENOUGH_TASKS: usize = 8;
 /// Heads that read the latent cache together at least.
 const LEAST_HEADS: usize = 4;
+/// Values that some heads leave, unless there are more threads: 1 MB.
+const ATTENDED: usize = 1 << 18;
 /// Rows of `kv_b` decoded at a time.
 const WEIGHT_ROWS: usize = 16;
 
@@ -77,10 +79,12 @@ impl Attention<'_> {
                 continue;
             }
             match form {
-                MlaForm::Absorbed => self.absorbed(isa, workers, buffers),
-                MlaForm::Materialised => self.materialised(isa, workers, buffers),
+                MlaForm::Absorbed => {
+                    self.absorbed(isa, workers, buffers);
+                    self.place(buffers, 0..self.shape.heads, out);
+                }
+                MlaForm::Materialised => self.materialised(isa, workers, buffers, out),
             }
-            self.place(buffers, out);
         }
     }
 
@@ -240,25 +244,31 @@ impl Attention<'_> {
         }
     }
 
-    /// By head: keys and values of a block are made once and meet every row of the span that sees them.
-    fn materialised(&self, isa: Proven, workers: &Workers, buffers: &mut Buffers) {
+    /// By head: keys and values of a block are made once and meet every row of the span that sees them. Some heads after the others,
+    /// so that what they leave stays small.
+    fn materialised(&self, isa: Proven, workers: &Workers, buffers: &mut Buffers, out: &mut [f32]) {
         let shape = self.shape;
         let n = buffers.rows.len();
-        let attended = grown(&mut buffers.attended, shape.heads * n * shape.v);
         let spans = || self.step.spans().filter(|span| span.form == MlaForm::Materialised);
         let context: usize = spans().map(|span| span.cached + span.rows.len()).sum();
-        let work = context * shape.kv_b_rows() * shape.kv_lora;
-        workers.chunks(attended, n * shape.v, work, |head, out, scratch| {
-            let head_rows = shape.nope + shape.v;
-            let decoded = grown(&mut scratch.weights, head_rows * shape.kv_lora);
-            self.decode(isa, head * head_rows, decoded);
-            let mut out = out;
-            for span in spans() {
-                let (rows, rest) = out.split_at_mut(span.rows.len() * shape.v);
-                self.materialised_span(isa, head, &span, rows, scratch);
-                out = rest;
-            }
-        });
+        let together = (ATTENDED / (n * shape.v).max(1)).max(2 * workers.threads());
+        for first in (0..shape.heads).step_by(together) {
+            let heads = first..shape.heads.min(first + together);
+            let attended = grown(&mut buffers.attended, heads.len() * n * shape.v);
+            let work = context * heads.len() * (shape.nope + shape.v) * shape.kv_lora;
+            workers.chunks(attended, n * shape.v, work, |i, out, scratch| {
+                let (head, head_rows) = (first + i, shape.nope + shape.v);
+                let decoded = grown(&mut scratch.weights, head_rows * shape.kv_lora);
+                self.decode(isa, head * head_rows, decoded);
+                let mut out = out;
+                for span in spans() {
+                    let (rows, rest) = out.split_at_mut(span.rows.len() * shape.v);
+                    self.materialised_span(isa, head, &span, rows, scratch);
+                    out = rest;
+                }
+            });
+            self.place(buffers, heads, out);
+        }
     }
 
     /// `out` `[span rows, v]` of one head, whose decoded rows of `kv_b` are `scratch.weights`.
@@ -367,12 +377,12 @@ impl Attention<'_> {
         }
     }
 
-    /// From `[heads, rows, v]` to the rows of `out`.
-    fn place(&self, buffers: &Buffers, out: &mut [f32]) {
+    /// From `[heads, rows, v]` of some heads to the rows of `out`.
+    fn place(&self, buffers: &Buffers, heads: Range<usize>, out: &mut [f32]) {
         let (n, v) = (buffers.rows.len(), self.shape.v);
         for (i, &(row, _)) in buffers.rows.iter().enumerate() {
             let out = &mut out[row * self.shape.out_width()..][..self.shape.out_width()];
-            for (head, out) in out.chunks_exact_mut(v).enumerate() {
+            for (head, out) in out[heads.start * v..heads.end * v].chunks_exact_mut(v).enumerate() {
                 out.copy_from_slice(&buffers.attended[(head * n + i) * v..][..v]);
             }
         }

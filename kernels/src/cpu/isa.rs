@@ -204,14 +204,14 @@ impl Lane for [i16; 2] {
 /// Asks for bytes that are needed soon, as many as there are of them: a processor's own guesses end with each page of 4 KiB.
 #[inline(always)]
 pub(super) fn fetch(bytes: &[u8], range: std::ops::Range<usize>) {
-    let bytes = bytes.get(range.start..range.end.min(bytes.len())).unwrap_or_default();
     #[cfg(target_arch = "x86_64")]
-    for line in bytes.chunks(LINE) {
-        // SAFETY: every processor of the target has the instruction, which reads nothing.
-        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast()) };
+    for byte in range.step_by(LINE) {
+        let line = bytes.as_ptr().wrapping_add(byte).cast();
+        // SAFETY: every processor of the target has the instruction, which reads nothing and takes any address.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
+    let _ = (bytes, range);
 }
 
 /// Bytes that come together.

@@ -88,6 +88,11 @@ impl<S: Default + Send + 'static> Pool<S> {
         Ok(pool)
     }
 
+    /// How many threads there are, the caller being one of them.
+    pub(super) fn threads(&self) -> usize {
+        self.threads.len() + 1
+    }
+
     /// Calls `task(i, chunk, scratch)` for the chunks of `out`, all of `len` values but the last: on all threads, or on the
     /// caller's alone.
     ///

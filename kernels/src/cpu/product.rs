@@ -17,7 +17,7 @@ pub(super) const TILE: usize = 16;
 /// Columns decoded at a time: a multiple of every block and vector, and 32 KB of f32 for a tile.
 const STEP: usize = 512;
 /// Activation rows whose sums are kept while the columns pass: 256 KB of lanes for a tile.
-const BATCH: usize = 256;
+pub(super) const BATCH: usize = 256;
 
 /// Weights of a task where tiles are smaller.
 const TASK_BYTES: usize = 1 << 16;
@@ -35,7 +35,16 @@ pub(super) struct Job {
     pub len: usize,
 }
 
-/// `out[output(i)] += factor(i) * (w[expert(i)] x[input(i)])` for every item i, starting from zeros.
+/// What sums are added to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Onto {
+    /// Zeros.
+    Zeros,
+    /// What the result has already.
+    Sums,
+}
+
+/// `out[output(i)] += factor(i) * (w[expert(i)] x[input(i)])` for every item i.
 pub(super) struct Product<'a> {
     /// `[experts, rows, cols]`
     pub w: &'a Weight,
@@ -49,6 +58,8 @@ pub(super) struct Product<'a> {
     pub outputs: Order<'a>,
     /// An item's factor; 1 without them.
     pub factors: Option<&'a [f32]>,
+    /// What the result starts from.
+    pub onto: Onto,
 }
 
 /// Activations as a weight takes them.
@@ -134,12 +145,17 @@ impl Product<'_> {
 
     fn tile(&self, isa: Proven, first_row: usize, out: &mut [f32], scratch: &mut Scratch) {
         let rows = out.len() / self.out_rows;
-        out.fill(0.0);
+        if self.onto == Onto::Zeros {
+            out.fill(0.0);
+        }
         for (i, job) in self.jobs.iter().enumerate() {
             let row = job.expert * self.w.rows + first_row;
             let after = match self.jobs.get(i + 1) {
                 Some(job) => job.expert * self.w.rows + first_row..(job.expert + 1) * self.w.rows,
-                None => self.jobs[0].expert * self.w.rows + first_row + rows..(self.jobs[0].expert + 1) * self.w.rows,
+                None => {
+                    self.jobs[0].expert * self.w.rows + first_row + rows
+                        ..(self.jobs[0].expert + 1) * self.w.rows
+                }
             };
             let after = after.start..after.end.min(after.start + TILE);
             for start in (job.start..job.start + job.len).step_by(BATCH) {

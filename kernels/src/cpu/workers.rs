@@ -43,6 +43,11 @@ impl Workers {
         Pool::new(threads).map(Self).map_err(|error| refusal(error.to_string()))
     }
 
+    /// How many there are.
+    pub(super) fn threads(&self) -> usize {
+        self.0.threads()
+    }
+
     /// Calls `task(i, chunk, scratch)` for the chunks of `out`, all of `len` values but the last.
     ///
     /// `work` is the number of multiply-adds in all of them, roughly. Nothing is allocated here.

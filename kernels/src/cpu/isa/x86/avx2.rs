@@ -8,6 +8,7 @@ mod blocks;
 use super::ahead::Ahead;
 use super::bits::{both, thirty_two};
 use crate::cpu::integers::Meeting;
+use crate::cpu::isa::fetch;
 use crate::cpu::product::TILE;
 use crate::cpu::rounded::Block;
 use blocks::{Small, Super};
@@ -90,10 +91,9 @@ fn supers<B: Super>(meeting: Meeting<'_>, out: &mut [f32]) {
                     *block = x.block(first + b, t);
                 }
                 for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
-                    if t == 0 {
-                        ahead.fetch(half * LANES + row);
-                    }
+                    let later = if t == 0 { ahead.of(half * LANES + row) } else { &[] };
                     for (b, bytes) in bytes[run.clone()].chunks_exact(B::BYTES).enumerate() {
+                        fetch(later, b * B::BYTES..(b + 1) * B::BYTES);
                         let x = xs[b];
                         let (scales, minima, [d, dmin]) =
                             (B::scales(bytes), B::minima(bytes), B::factors(bytes));
@@ -180,10 +180,9 @@ fn smalls<B: Small>(meeting: Meeting<'_>, out: &mut [f32]) {
                 let run = first * B::BYTES..(first + blocks) * B::BYTES;
                 let ahead = Ahead::new([w, next], row_bytes, run.clone());
                 for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
-                    if t == 0 {
-                        ahead.fetch(half * LANES + row);
-                    }
+                    let later = if t == 0 { ahead.of(half * LANES + row) } else { &[] };
                     for (i, bytes) in bytes[run.clone()].chunks(SMALL_BLOCKS * B::BYTES).enumerate() {
+                        fetch(later, i * SMALL_BLOCKS * B::BYTES..(i + 1) * SMALL_BLOCKS * B::BYTES);
                         let x = x.block(first / SMALL_BLOCKS + i, t);
                         for (at, bytes) in bytes.chunks_exact(B::BYTES).enumerate() {
                             // SAFETY: the features of this function.
