@@ -369,6 +369,8 @@ fn mla_cases() -> Vec<MlaCase> {
         (3, odd, vec![(0, 5), (63, 1), (64, 1), (130, 7)]),
         (5, plain, vec![(0, 70), (50, 20), (200, 1)]),
         (2, [192, 64, 256, 512], vec![(3, 66)]),
+        // More than one pass takes of heads.
+        (16, [8, 4, 64, 16], vec![(0, 300), (70, 1)]),
         (0, plain, vec![(2, 3)]),
         (4, plain, vec![]),
         (4, plain, vec![(5, 0), (0, 2)]),
@@ -552,7 +554,7 @@ fn experts_by_width_and_by_id() {
 
 #[test]
 fn experts_with_more_tokens_than_one_pass_takes() {
-    check_experts(&mut Random(13), [Dtype::F32, Dtype::F32], [9, 5], 0..7, 700);
+    check_experts(&mut Random(13), [Dtype::F32, Dtype::F32], [9, 5], 0..7, 2100);
 }
 
 /// A whole MoE layer with and without a shared expert, against the operations it consists of.

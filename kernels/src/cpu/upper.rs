@@ -7,6 +7,8 @@ use super::lanes::padded;
 
 /// Rows that meet the activations together.
 const ROWS: usize = 4;
+/// Values that come from memory together.
+const LINE: usize = 32;
 
 /// `out[..width] += sum over i of weights[i] * rows[i]`
 pub(super) struct BlendUpper<'a> {
@@ -19,10 +21,8 @@ pub(super) struct BlendUpper<'a> {
 impl Kernel for BlendUpper<'_> {
     #[inline(always)]
     fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
-        let row_bytes = self.width * 2;
         let mut i = 0;
         while i + ROWS <= self.weights.len() {
-            fetch(self.rows, (i + ROWS) * row_bytes..(i + 2 * ROWS) * row_bytes);
             self.add::<V, L, ROWS>(i, out);
             i += ROWS;
         }
@@ -38,19 +38,25 @@ impl BlendUpper<'_> {
     #[inline(always)]
     fn add<V: Vector<L>, const L: usize, const N: usize>(&self, first: usize, out: &mut [f32]) {
         let rows: [&[[u8; 2]]; N] = std::array::from_fn(|n| row(self.rows, first + n, self.width));
+        let whole = self.width / L;
+        let row_lanes = rows.map(|row| &row.as_chunks::<L>().0[..whole]);
         let (out, out_rest) = out[..self.width].as_chunks_mut::<L>();
-        for (c, out) in out.iter_mut().enumerate() {
-            let mut sum = V::load(out);
-            for n in 0..N {
-                let values = V::load_upper(&rows[n].as_chunks::<L>().0[c]);
-                sum = V::splat(self.weights[first + n]).mul_add(values, sum);
-            }
-            sum.store(out);
+        let out = &mut out[..whole];
+        let mut weights = [V::splat(0.0); N];
+        for (weight, value) in weights.iter_mut().zip(&self.weights[first..]) {
+            *weight = V::splat(*value);
         }
-        let column = self.width / L * L;
-        for (c, out) in out_rest.iter_mut().enumerate() {
-            for n in 0..N {
-                *out = V::lane_mul_add(self.weights[first + n], upper(rows[n][column + c]), *out);
+        for c in 0..whole {
+            fetch_after::<N>(self.rows, [first, self.width], c * L);
+            let mut sum = V::load(&out[c]);
+            for (weight, row) in weights.iter().zip(row_lanes) {
+                sum = weight.mul_add(V::load_upper(&row[c]), sum);
+            }
+            sum.store(&mut out[c]);
+        }
+        for (c, out) in (whole * L..).zip(out_rest) {
+            for (weight, row) in self.weights[first..].iter().zip(rows) {
+                *out = V::lane_mul_add(*weight, upper(row[c]), *out);
             }
         }
     }
@@ -66,10 +72,8 @@ pub(super) struct DotsUpper<'a> {
 impl Kernel for DotsUpper<'_> {
     #[inline(always)]
     fn run<V: Vector<L>, const L: usize>(self, out: &mut [f32]) {
-        let row_bytes = self.x.len() * 2;
         let mut i = 0;
         while i + ROWS <= out.len() {
-            fetch(self.rows, (i + ROWS) * row_bytes..(i + 2 * ROWS) * row_bytes);
             self.dots::<V, L, ROWS>(i, out);
             i += ROWS;
         }
@@ -85,25 +89,38 @@ impl DotsUpper<'_> {
     fn dots<V: Vector<L>, const L: usize, const N: usize>(&self, first: usize, out: &mut [f32]) {
         let rows: [&[[u8; 2]]; N] = std::array::from_fn(|n| row(self.rows, first + n, self.x.len()));
         let (x, x_rest) = self.x.as_chunks::<L>();
+        let row_lanes = rows.map(|row| &row.as_chunks::<L>().0[..x.len()]);
         let mut sums = [V::splat(0.0); N];
-        for (c, x) in x.iter().enumerate() {
-            let x = V::load(x);
-            for n in 0..N {
-                sums[n] = V::load_upper(&rows[n].as_chunks::<L>().0[c]).mul_add(x, sums[n]);
+        for c in 0..x.len() {
+            fetch_after::<N>(self.rows, [first, self.x.len()], c * L);
+            let x = V::load(&x[c]);
+            for (sum, row) in sums.iter_mut().zip(row_lanes) {
+                *sum = V::load_upper(&row[c]).mul_add(x, *sum);
             }
         }
         if !x_rest.is_empty() {
             let x_rest = V::load(&padded(x_rest));
-            for n in 0..N {
+            for (sum, row) in sums.iter_mut().zip(rows) {
                 let mut values = [0.0; L];
-                for (value, half) in values.iter_mut().zip(rows[n].as_chunks::<L>().1) {
+                for (value, half) in values.iter_mut().zip(row.as_chunks::<L>().1) {
                     *value = upper(*half);
                 }
-                sums[n] = V::load(&values).mul_add(x_rest, sums[n]);
+                *sum = V::load(&values).mul_add(x_rest, *sum);
             }
         }
+        for (out, sum) in out[first..].iter_mut().zip(sums) {
+            *out = sum.sum();
+        }
+    }
+}
+
+/// Asks for column `column` of the `N` rows of `width` values after those from `first` on, once for all that come together.
+#[inline(always)]
+fn fetch_after<const N: usize>(rows: &[u8], [first, width]: [usize; 2], column: usize) {
+    if column.is_multiple_of(LINE) {
         for n in 0..N {
-            out[first + n] = sums[n].sum();
+            let byte = ((first + N + n) * width + column) * 2;
+            fetch(rows, byte..byte + 1);
         }
     }
 }

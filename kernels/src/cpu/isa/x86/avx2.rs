@@ -21,7 +21,7 @@ use std::hint::black_box;
 /// Super-blocks of a row before the next row.
 const SUPERS: usize = 16;
 /// Small blocks of a row before the next row: whole blocks of activations.
-const SMALLS: usize = 32;
+const SMALLS: usize = 64;
 /// Small blocks in as many columns as a super-block has.
 const SMALL_BLOCKS: usize = SUPER_BLOCK / SMALL_BLOCK;
 /// Rows in a register of sums.
