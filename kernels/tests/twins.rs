@@ -370,7 +370,7 @@ fn mla_cases() -> Vec<MlaCase> {
         (5, plain, vec![(0, 70), (50, 20), (200, 1)]),
         (2, [192, 64, 256, 512], vec![(3, 66)]),
         // More than one pass takes of heads.
-        (16, [8, 4, 64, 16], vec![(0, 300), (70, 1)]),
+        (16, [8, 4, 1024, 16], vec![(0, 20), (70, 1)]),
         (0, plain, vec![(2, 3)]),
         (4, plain, vec![]),
         (4, plain, vec![(5, 0), (0, 2)]),
@@ -403,7 +403,8 @@ fn attention_in_both_forms_and_mixed() {
         let [q, cache] = case.store(reference);
         let out = case.attend(reference, [&q, &cache], |_| absorbed);
         let other_form = case.attend(reference, [&q, &cache], |_| materialised);
-        close("reference, forms", &other_form, &out, case.terms(), |_| largest(&out));
+        let most = largest(&out);
+        close("reference, forms", &other_form, &out, case.terms(), |_| most);
         each_backend!(|name, b| {
             let what = format!("{:?}, {name}", case.shape);
             let [q_found, cache_found] = case.store(b);
@@ -415,11 +416,12 @@ fn attention_in_both_forms_and_mixed() {
             let out = case.attend(&mut Reference::new(), inputs, |_| absorbed);
             let forms: [(&str, &dyn Fn(usize) -> MlaForm); 3] =
                 [("absorbed", &|_| absorbed), ("materialised", &|_| materialised), ("mixed", &alternate)];
+            let most = largest(&out);
             for (form_name, form) in forms {
                 let found = case.attend(b, inputs, form);
                 let what = format!("{form_name}, {what}");
                 let rounding = if name == "cuda" { 2 * HALF_TERMS } else { 0 };
-                close(&what, &found, &out, rounding + case.terms(), |_| largest(&out));
+                close(&what, &found, &out, rounding + case.terms(), |_| most);
             }
         });
     }
@@ -554,7 +556,7 @@ fn experts_by_width_and_by_id() {
 
 #[test]
 fn experts_with_more_tokens_than_one_pass_takes() {
-    check_experts(&mut Random(13), [Dtype::F32, Dtype::F32], [9, 5], 0..7, 2100);
+    check_experts(&mut Random(13), [Dtype::F32, Dtype::F32], [9, 5], 0..7, 1400);
 }
 
 /// A whole MoE layer with and without a shared expert, against the operations it consists of.
