@@ -211,6 +211,8 @@ candidates(const float *logits, const Asked *all_asked, const Edit *all_edits, c
                 if (exponent > NEGLIGIBLE) own_rest += expf(exponent);
             }
         };
+        // One at a time: registers are few.
+#pragma unroll 1
         for (int at = tid; at < width; at += THREADS)
             if (plain[at / 32] >> (at % 32) & 1u) take(first + at, row[at]);
         for (u32 i = tid; i < asked.edits; i += THREADS) {
