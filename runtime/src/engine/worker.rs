@@ -233,7 +233,7 @@ impl Worker {
                 Logits::Last => 1,
                 Logits::All => part.tokens,
             };
-            questions.push(client.ask(row..row + of_part, rows, &mut asked));
+            questions.push(client.ask(row..row + of_part, (rows, part.sample), &mut asked));
             row += of_part;
         }
         let mut taken = Vec::with_capacity(plan.len());
@@ -344,12 +344,12 @@ impl Client {
     fn ask(
         &mut self,
         rows: Range<usize>,
-        wanted: Logits,
+        (wanted, draws): (Logits, bool),
         asked: &mut Vec<Asked>,
     ) -> Result<Question, DeadEnd> {
         let (temperature, logprobs) = (self.sampler.temperature(), self.logprobs.is_some());
         let mut selection = Selection { temperature, logprobs, ..Selection::default() };
-        if wanted != Logits::None {
+        if draws && self.max_tokens > 0 {
             self.processors.ask(&mut selection);
             if let Some(constraint) = &mut self.constraint {
                 constraint.ask(&mut selection)?;
